@@ -1,0 +1,1144 @@
+"""What the scripts share: networks, environments, evaluation, worker processes and run folders."""
+
+import argparse
+import csv
+import difflib
+import importlib.metadata
+import inspect
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal
+from tqdm import tqdm
+
+# Held-out seeds (page sections 6 and 7). Training episodes start from seeds below 2**28, far away.
+EVAL_SEEDS = [1_000_000_000 + i for i in range(10)]
+FINAL_SEEDS = [2_000_000_000 + i for i in range(50)]
+VIDEO_SEEDS = [3_000_000_000 + i for i in range(24)]
+
+EPISODE_FIELDS = ("return", "length", "truncated", "landed", "fuel")
+
+
+class UsageError(Exception):
+    """Input that cannot be used: one line on standard error, exit code 2."""
+
+
+class RunError(Exception):
+    """A fault while a run was going: one line on standard error, exit code 1; the checkpoint is intact."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Networks (page section 3.4)
+# ---------------------------------------------------------------------------------------------
+
+
+def mlp(in_dim, out_dim, out_gain, hidden=64):
+    """in_dim -> 64 -> 64 -> out_dim with tanh; orthogonal weights, gain sqrt(2) inside, zero biases."""
+    sizes = (in_dim, hidden, hidden, out_dim)
+    gains = (2**0.5, 2**0.5, out_gain)
+    layers = []
+    for size_in, size_out, gain in zip(sizes, sizes[1:], gains, strict=False):
+        linear = nn.Linear(size_in, size_out)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+class CategoricalActor(nn.Module):
+    """pi(a|s) for Discrete actions: a softmax over an MLP's logits. 4,996 parameters for 8 -> 4."""
+
+    def __init__(self, obs_dim, n_actions):
+        super().__init__()
+        self.net = mlp(obs_dim, n_actions, out_gain=0.01)
+        self.noise_dim = n_actions
+
+    def forward(self, obs):
+        """[n, obs_dim] -> Categorical over [n]."""
+        return Categorical(logits=self.net(obs), validate_args=False)
+
+    def mode(self, obs):
+        """[n, obs_dim] -> the most likely action of each row, [n]."""
+        return self.net(obs).argmax(-1)
+
+    def noise(self, rng, n):
+        """What `sample` needs for n actions, drawn from a NumPy generator: [n, n_actions] float32."""
+        return rng.gumbel(size=(n, self.noise_dim)).astype(np.float32)
+
+    def sample(self, obs, noise):
+        """a ~ pi(.|s) as a function of its noise (the Gumbel-max trick): [n, obs_dim] -> [n]."""
+        return (self.net(obs) + noise).argmax(-1)
+
+
+class GaussianActor(nn.Module):
+    """pi(a|s) for Box actions: N(mu(s), diag(sigma^2)), sigma independent of s and 1 at the start.
+
+    Page section 7. 4,868 parameters for 8 -> 2.
+    """
+
+    def __init__(self, obs_dim, act_dim):
+        super().__init__()
+        self.net = mlp(obs_dim, act_dim, out_gain=0.01)
+        self.log_std = nn.Parameter(torch.zeros(act_dim))
+        self.noise_dim = act_dim
+
+    def forward(self, obs):
+        """[n, obs_dim] -> Independent Normal over [n, act_dim]; log_prob and entropy are [n]."""
+        mean = self.net(obs)
+        return Independent(Normal(mean, self.log_std.exp().expand_as(mean), validate_args=False), 1)
+
+    def mode(self, obs):
+        """[n, obs_dim] -> the mean action of each row, [n, act_dim]."""
+        return self.net(obs)
+
+    def noise(self, rng, n):
+        """What `sample` needs for n actions, drawn from a NumPy generator: [n, act_dim] float32."""
+        return rng.standard_normal(size=(n, self.noise_dim), dtype=np.float32)
+
+    def sample(self, obs, noise):
+        """a ~ pi(.|s) as a function of its noise, mu + sigma * noise: [n, obs_dim] -> [n, act_dim]."""
+        return torch.addcmul(self.net(obs), self.log_std.exp(), noise)
+
+
+class Critic(nn.Module):
+    """V(s), [n, obs_dim] -> [n]. 4,801 parameters for 8 inputs."""
+
+    def __init__(self, obs_dim):
+        super().__init__()
+        self.net = mlp(obs_dim, 1, out_gain=1.0)
+
+    def forward(self, obs):
+        return self.net(obs).squeeze(-1)
+
+
+ACTORS = {"categorical": CategoricalActor, "gaussian": GaussianActor}
+
+
+def build_actor(config):
+    """The actor that a policy config (see `policy_config`) describes, with fresh weights."""
+    return ACTORS[config["actor"]](config["obs_dim"], config["act_dim"])
+
+
+def explained_variance(values, returns):
+    """1 - Var[R - V] / Var[R] (page section 4.3); NaN where the returns are constant.
+
+    values, returns: [n] tensors or arrays in reward units.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    returns = np.asarray(returns, dtype=np.float64)
+    variance = returns.var()
+    return float("nan") if variance == 0 else float(1 - (returns - values).var() / variance)
+
+
+# ---------------------------------------------------------------------------------------------
+# Environments
+# ---------------------------------------------------------------------------------------------
+
+
+def make_env(env_id, continuous=False, **kwargs):
+    """gymnasium.make with this project's errors; `continuous` picks the Box-action variant of an id.
+
+    Raises UsageError for an unknown id, a missing dependency or an id without such a variant.
+    """
+    spec = _find_spec(env_id)
+    if continuous:
+        if _takes_keyword(spec, "continuous"):
+            kwargs["continuous"] = True
+        else:
+            env = _make(spec, kwargs)
+            if not isinstance(env.action_space, Box):
+                raise UsageError(f"--continuous: {env_id} has no variant with continuous actions")
+            return env
+    return _make(spec, kwargs)
+
+
+def _find_spec(env_id):
+    """The registered spec of an id. Old and misspelt ids are answered with the closest one there is."""
+    try:
+        return gym.spec(env_id)
+    except (gym.error.Error, ImportError) as error:
+        name = env_id.rsplit("-v", 1)[0].lower()
+        newest = [known for known in gym.registry if known.rsplit("-v", 1)[0].lower() == name]
+        close = newest[-1:] or difflib.get_close_matches(env_id, gym.registry, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        reason = f": {error}" if isinstance(error, ImportError) else ""
+        raise UsageError(f"there is no environment {env_id!r}{reason}{hint}") from None
+
+
+def _takes_keyword(spec, name):
+    entry_point = spec.entry_point
+    creator = gym.envs.registration.load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    return name in inspect.signature(creator).parameters
+
+
+def _make(spec, kwargs):
+    try:
+        return gym.make(spec, **kwargs)
+    except gym.error.DependencyNotInstalled as error:
+        if "box2d" in str(error).lower():
+            raise UsageError(f"{spec.id} needs Box2D: pip install 'gymnasium[box2d]'") from None
+        raise UsageError(f"{spec.id}: {error}") from None
+    except Exception as error:
+        raise UsageError(f"{spec.id} cannot be made: {type(error).__name__}: {error}") from None
+
+
+def policy_config(env_id, continuous=False):
+    """All that playing a policy takes besides its weights; stored in every policy file.
+
+    Raises UsageError where the spaces are not supported: observations are a Box, flattened to a
+    vector; actions are Discrete or a Box.
+    """
+    env = make_env(env_id, continuous)
+    observations, actions = env.observation_space, env.action_space
+    threshold = env.spec.reward_threshold
+    env.close()
+    if not isinstance(observations, Box):
+        raise UsageError(f"{env_id}: observations must be a Box, not {observations}")
+    if isinstance(actions, Discrete):
+        actor, act_dim = "categorical", int(actions.n)
+    elif isinstance(actions, Box) and np.issubdtype(actions.dtype, np.floating):
+        actor, act_dim = "gaussian", int(np.prod(actions.shape))
+    else:
+        raise UsageError(f"{env_id}: actions must be Discrete or a Box of floats, not {actions}")
+    return {
+        "env_id": env_id,
+        "continuous": bool(continuous),
+        "actor": actor,
+        "obs_dim": int(np.prod(observations.shape)),
+        "act_dim": act_dim,
+        "solved_return": None if threshold is None else float(threshold),
+    }
+
+
+def environment_actions(actions, space):
+    """The copy of the actions that environments receive: [n] int64, or [n, *shape] clipped to the Box.
+
+    Only this copy is clipped; what is stored and scored is the action as sampled (page section 7).
+    """
+    if isinstance(space, Discrete):
+        return actions + space.start if space.start else actions
+    return actions.clip(space.low.ravel(), space.high.ravel()).reshape(-1, *space.shape)
+
+
+def stream(purpose, seed, *index):
+    """A NumPy generator for one purpose and place of a run.
+
+    Generators are rebuilt from (purpose, seed, index) wherever they are needed, so a run has no
+    generator state to save and none that depends on which process asks.
+    """
+    return np.random.default_rng([("episodes", "actions", "minibatches").index(purpose), seed, *index])
+
+
+def episode_seed(seed, env_index, episode):
+    """The reset seed of one training episode, below 2**28."""
+    return int(stream("episodes", seed, env_index, episode).integers(2**28))
+
+
+class Envs:
+    """Environments `rows` of a run's `num_envs`, stepped in order with same-step autoreset.
+
+    `obs` holds the current observations at the environments' own rows of the run's whole
+    [num_envs, obs_dim] batch and zeros elsewhere: the last bits of a forward pass depend on the
+    batch's size and on the row, and must not depend on how environments are spread over processes.
+    """
+
+    def __init__(self, config, seed, num_envs, rows):
+        self.config, self.seed, self.rows, self.num_envs = config, seed, rows, num_envs
+        self.envs = [make_env(config["env_id"], config["continuous"]) for _ in rows]
+        self.action_space = self.envs[0].action_space
+        self.obs = torch.zeros(num_envs, config["obs_dim"])
+        self._rows = self.obs.numpy()[rows.start : rows.stop]  # the same memory
+        self.actor = build_actor(config)  # its weights come with each call
+        self.episodes = [0] * len(rows)  # which episode each environment is in
+        self.steps = 0  # how many steps each environment has taken
+
+    @property
+    def current(self):
+        """A copy of the current observations of these environments, [len(rows), obs_dim]."""
+        return self._rows.copy()
+
+    def begin(self, episodes, steps=0, actions=None, obs=None):
+        """Start environment i in its episode episodes[i], and replay actions[i] where given.
+
+        A replay must end in the observation obs[i]. Returns the indices of the environments that
+        ended elsewhere, and so are not deterministic; those stand at the start of a fresh episode.
+        """
+        self.steps, strayed = steps, []
+        for i, index in enumerate(self.rows):
+            self.episodes[i] = episodes[index]
+            self._reset(i)
+            if actions is None:
+                continue
+            for action in environment_actions(actions[index], self.action_space):
+                ended = self._call(i, "step", action)[2:4]
+                if any(ended):
+                    break
+            if not np.array_equal(self._rows[i], obs[index]):
+                strayed.append(index)
+                self.episodes[i] += 1
+                self._reset(i)
+        return strayed
+
+    def step(self, actions):
+        """One step of each environment. actions: [len(rows), ...], as sampled.
+
+        Returns lists over the rows: rewards, terminated, truncated; and final observations as
+        (row, [obs_dim] array) of the episodes cut by a time limit. An episode that has ended is
+        followed at once by the first observation of the next.
+        """
+        rewards, terminated, truncated, cut = [], [], [], []
+        for i, action in enumerate(environment_actions(actions, self.action_space)):
+            _, reward, term, trunc, _ = self._call(i, "step", action)
+            rewards.append(float(reward))
+            terminated.append(bool(term))
+            truncated.append(bool(trunc))
+            if term or trunc:
+                if trunc and not term:
+                    cut.append((i, self._rows[i].copy()))
+                self.episodes[i] += 1
+                self._reset(i)
+        self.steps += 1
+        if not (
+            np.isfinite(rewards).all() and np.isfinite(self._rows).all() and all(np.isfinite(o).all() for _, o in cut)
+        ):
+            self._report_non_finite(rewards, cut)
+        return rewards, terminated, truncated, cut
+
+    def _reset(self, i):
+        self._call(i, "reset", seed=episode_seed(self.seed, self.rows[i], self.episodes[i]))
+
+    def _call(self, i, method, *args, **kwargs):
+        """Environment i's step or reset, its observation flattened into row i as float32."""
+        try:
+            result = getattr(self.envs[i], method)(*args, **kwargs)
+            self._rows[i] = np.ravel(result[0])
+        except Exception as error:
+            raise RunError(f"{self._where(i)} raised in {method}: {type(error).__name__}: {error}") from error
+        return result
+
+    def _where(self, i):
+        index = self.rows[i]
+        return (
+            f"environment {index} at its step {self.steps} "
+            f"(episode {self.episodes[i]}, seed {episode_seed(self.seed, index, self.episodes[i])})"
+        )
+
+    def _report_non_finite(self, rewards, cut):
+        cut = dict(cut)
+        for i, reward in enumerate(rewards):
+            if not np.isfinite(reward):
+                raise RunError(f"{self._where(i)} gave a reward that is not finite: {reward}")
+            if not (np.isfinite(self._rows[i]).all() and np.isfinite(cut.get(i, 0)).all()):
+                raise RunError(f"{self._where(i)} gave an observation that is not finite: {self._rows[i]}")
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation (page section 3.5)
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def evaluate(actor, config, seeds, deterministic=True):
+    """Play one episode from each seed and return {field: [len(seeds)] array} over EPISODE_FIELDS.
+
+    deterministic: the argmax or the mean (page section 3.5); otherwise a sample, from a generator
+    of the episode's own. Episodes are played one at a time at batch size 1, so that none depends
+    on its company. `landed` (the lander came to rest, its last reward +100) and `fuel` (the sum of
+    the engine penalties: 0.30 main, 0.03 side, scaled by throttle) are NaN off LunarLander.
+    """
+    env = make_env(config["env_id"], config["continuous"])
+    lander = hasattr(env.unwrapped, "lander")
+    episodes = []
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        obs, _ = env.reset(seed=int(seed))
+        total, length, fuel, ended = 0.0, 0, 0.0, False
+        while not ended:
+            state = torch.from_numpy(np.array(obs, dtype=np.float32).reshape(1, -1))
+            action = actor.mode(state) if deterministic else actor.sample(state, torch.from_numpy(actor.noise(rng, 1)))
+            action = environment_actions(action.numpy(), env.action_space)[0]
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, length, ended = total + float(reward), length + 1, terminated or truncated
+            fuel += lander_fuel(action) if lander else float("nan")
+        landed = float(terminated and reward == 100) if lander else float("nan")
+        episodes.append((total, length, truncated and not terminated, landed, fuel))
+    env.close()
+    columns = zip(*episodes, strict=True) if episodes else [()] * len(EPISODE_FIELDS)
+    return {field: np.array(column) for field, column in zip(EPISODE_FIELDS, columns, strict=True)}
+
+
+def lander_fuel(action):
+    """LunarLander's engine penalty for one action, in reward units (gymnasium's lunar_lander.py)."""
+    if np.ndim(action) == 0:
+        return (0.0, 0.03, 0.30, 0.03)[action]
+    main, side = float(action[0]), abs(float(action[1]))
+    return 0.30 * (0.5 + 0.5 * main) * (main > 0) + 0.03 * side * (side > 0.5)
+
+
+def summarise(episodes, config):
+    """Mean return and the rest of an evaluation's row, from what `evaluate` returned."""
+    returns, solved = episodes["return"], config["solved_return"]
+    return {
+        "mean_return": float(returns.mean()),
+        "std_return": float(returns.std(ddof=1)) if len(returns) > 1 else float("nan"),
+        "min_return": float(returns.min()),
+        "solved": float("nan") if solved is None else float((returns >= solved).mean()),
+        "landed": float(episodes["landed"].mean()),
+        "truncated": float(episodes["truncated"].mean()),
+        "mean_length": float(episodes["length"].mean()),
+        "mean_fuel": float(episodes["fuel"].mean()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Worker processes
+# ---------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """Processes that each own some of a run's environments and call functions on them.
+
+    `start(f, *args)` has every worker call f(envs, *args); `results()` returns their answers in
+    the environments' order. Functions travel by name, so they stand at the top level of a module.
+    """
+
+    def __init__(self, num_workers, config, seed, num_envs):
+        context = _start_method()
+        bounds = [num_envs * w // num_workers for w in range(num_workers + 1)]
+        self.rows = [range(*pair) for pair in itertools.pairwise(bounds)]
+        self.connections, self.processes = [], []
+        try:
+            for rows in self.rows:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, config, seed, num_envs, rows), daemon=True)
+                process.start()
+                theirs.close()  # so that a worker's death closes the pipe
+                self.connections.append(ours)
+                self.processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, function, *args):
+        """Have each worker call function(envs, *args)."""
+        self.start_each(function, [args] * len(self.connections))
+
+    def start_each(self, function, arguments):
+        """Have worker w call function(envs, *arguments[w])."""
+        for worker, args in enumerate(arguments):
+            try:
+                self.connections[worker].send((function, args))
+            except OSError:
+                self._died(worker)
+
+    def results(self):
+        """What the workers' last call returned. Raises RunError for a worker that failed or died."""
+        results = []
+        for worker, connection in enumerate(self.connections):
+            try:
+                result, error = connection.recv()
+            except (EOFError, OSError):
+                self._died(worker)
+            if error:
+                raise RunError(error)
+            results.append(result)
+        return results
+
+    def _died(self, worker):
+        process, rows = self.processes[worker], self.rows[worker]
+        process.join(timeout=5)
+        raise RunError(
+            f"worker {worker} (environments {rows.start} to {rows.stop - 1}) died, exit code {process.exitcode}"
+        )
+
+    def close(self):
+        """End the processes: at once where they are idle, by force where they are not."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _start_method():
+    """Fork from a clean server process where there is one: quick, and safe beside threads."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributions", "gymnasium"])
+    return context
+
+
+def _serve(connection, config, seed, num_envs, rows):
+    """A worker's whole life: receive a function, call it on the environments, send the answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends us
+    torch.set_num_threads(1)
+    envs = None
+    while True:
+        try:
+            function, args = connection.recv()
+        except (EOFError, OSError):
+            return  # the parent has gone
+        try:
+            envs = envs or Envs(config, seed, num_envs, rows)
+            answer = function(envs, *args), None
+        except Exception as error:
+            where = f"worker for environments {rows.start} to {rows.stop - 1}: "
+            answer = None, str(error) if isinstance(error, RunError) else f"{where}{type(error).__name__}: {error}"
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def actor_weights(actor):
+    """An actor's parameters as {name: array}, as they travel to workers and into policy files."""
+    return {name: value.detach().numpy().copy() for name, value in actor.state_dict().items()}
+
+
+def load_weights(actor, weights):
+    actor.load_state_dict({name: torch.as_tensor(value) for name, value in weights.items()})
+    return actor
+
+
+def evaluate_share(envs, weights, seeds, deterministic):
+    """`evaluate` as a worker runs it: its share of the seeds, on an environment of its own."""
+    return evaluate(load_weights(envs.actor, weights), envs.config, seeds, deterministic)
+
+
+def start_evaluation(workers, weights, seeds, deterministic=True):
+    """Spread the episodes over all workers; `finish_evaluation` has the result."""
+    n = len(workers.connections)
+    workers.start_each(evaluate_share, [(weights, seeds[w::n], deterministic) for w in range(n)])
+
+
+def finish_evaluation(workers):
+    """The episodes of `start_evaluation`, in the order of their seeds."""
+    shares = workers.results()
+    count = sum(len(share["return"]) for share in shares)
+    episodes = {field: np.empty(count, shares[0][field].dtype) for field in EPISODE_FIELDS}
+    for w, share in enumerate(shares):
+        for field in EPISODE_FIELDS:
+            episodes[field][w :: len(shares)] = share[field]
+    return episodes
+
+
+# ---------------------------------------------------------------------------------------------
+# Files and run folders
+# ---------------------------------------------------------------------------------------------
+
+
+def write_atomically(path, data):
+    """Write bytes to a temporary name beside the path, then rename: never a half-written file."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_json(path, value):
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def save_tensors(path, value):
+    """torch.save to memory, then to disk: the bytes depend on the value alone, not on the file's name."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def save_policy(path, weights, config, env_steps):
+    """A policy file: plain tensors and plain types, for `load_policy`."""
+    tensors = {name: torch.as_tensor(value) for name, value in weights.items()}
+    save_tensors(path, {"config": config, "env_steps": env_steps, "actor": tensors})
+
+
+def load_policy(path):
+    """Read best.pt, final.pt or a snapshot: (actor, config), on the CPU, running no code from the file.
+
+    Raises UsageError that names the file where it is missing or is not a policy.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        return load_weights(build_actor(saved["config"]), saved["actor"]), saved["config"]
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except Exception as error:
+        raise UsageError(f"{path} is not a policy file: {str(error).splitlines()[0]}") from None
+
+
+def find_runs(root):
+    """The run folders at or below root (those with a config.json), sorted."""
+    return sorted({path.parent for path in Path(root).rglob("config.json")})
+
+
+def run_name(name):
+    """A name made fit for a folder: whatever is not a letter, digit, dot, dash or underscore becomes a dash."""
+    return re.sub(r"[^\w.-]+", "-", name)
+
+
+def versions():
+    """What a result may depend on besides its arguments."""
+    packages = ("torch", "gymnasium", "numpy", "Box2D", "stable-baselines3")
+    found = {}
+    for package in packages:
+        try:
+            found[package.lower()] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package.lower()] = None
+    here = Path(__file__).resolve().parent
+    git = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    return {"python": platform.python_version(), **found, "platform": platform.platform(), "git_commit": commit}
+
+
+class CsvLog:
+    """A CSV file that grows by a row at a time and, on resuming, is first cut back to `rows` rows."""
+
+    def __init__(self, path, fields, rows=0):
+        self.path, self.fields = path, fields
+        kept = []
+        if rows:
+            kept = read_csv(path)[:rows]
+            if len(kept) < rows:
+                raise UsageError(f"{path} has {len(kept)} rows of the {rows} that its checkpoint counts")
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+        write_atomically(path, buffer.getvalue().encode())
+        self.rows = kept
+
+    def append(self, row):
+        """Add a row. Numbers are written so that float32 survives; what is NaN or None is left empty."""
+        text = {field: format_number(row[field]) for field in self.fields}
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self.fields, lineterminator="\n").writerow(text)
+        self.rows.append(text)
+
+
+def format_number(value):
+    if value is None or value != value:
+        return ""
+    return str(value) if isinstance(value, (int, str)) else format(value, ".9g")
+
+
+def read_csv(path):
+    """The whole rows of a CSV file as {field: text}; a last line that was cut short is left out."""
+    text = Path(path).read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return list(csv.DictReader(lines))
+
+
+# ---------------------------------------------------------------------------------------------
+# A training run
+# ---------------------------------------------------------------------------------------------
+
+
+class EpisodeLog:
+    """The training episodes: the returns of the last 100 that ended, and what rebuilds the unfinished ones.
+
+    An environment cannot be saved, but an episode follows from its seed and its actions. `count` is
+    the number of the episode that each environment is in, `actions` what it has been given since.
+    """
+
+    def __init__(self, num_envs):
+        self.count = [0] * num_envs
+        self.returns = [0.0] * num_envs  # of the unfinished episodes, so far
+        self.lengths = [0] * num_envs
+        self.actions = [[] for _ in range(num_envs)]  # of the unfinished episodes, an array per rollout
+        self.obs = None  # [N, obs_dim], where the unfinished episodes stand
+        self.recent = []  # (return, length) of the last 100 that ended
+
+    def add(self, rewards, dones, actions, obs):
+        """Take in a rollout: rewards (float64, no bootstrap), dones, actions [T, N, ...]; obs [N, obs_dim] after."""
+        ended = []
+        for i in range(len(self.count)):
+            start = 0
+            for end in np.flatnonzero(dones[:, i]) + 1:
+                total = self.returns[i] + float(rewards[start:end, i].sum())
+                ended.append((int(end), i, total, self.lengths[i] + int(end) - start))
+                self.count[i] += 1
+                self.returns[i], self.lengths[i], self.actions[i] = 0.0, 0, []
+                start = int(end)
+            self.returns[i] += float(rewards[start:, i].sum())
+            self.lengths[i] += len(rewards) - start
+            self.actions[i].append(actions[start:, i].copy())
+        self.recent = (self.recent + [episode[2:] for episode in sorted(ended)])[-100:]
+        self.obs = obs
+
+    def mean(self, which):
+        """Mean return (0) or length (1) of the last 100 episodes; None where none has ended yet."""
+        return sum(episode[which] for episode in self.recent) / len(self.recent) if self.recent else None
+
+    def forget(self, indices):
+        """Give up the unfinished episodes of these environments: their next ones have begun."""
+        for i in indices:
+            self.count[i] += 1
+            self.returns[i], self.lengths[i], self.actions[i] = 0.0, 0, []
+
+    def state(self):
+        actions = [torch.from_numpy(np.concatenate(a)) if a else torch.zeros(0) for a in self.actions]
+        return {
+            "count": self.count,
+            "returns": self.returns,
+            "lengths": self.lengths,
+            "recent": self.recent,
+            "actions": actions,
+            "obs": torch.from_numpy(self.obs),
+        }
+
+    def restore(self, state):
+        self.count, self.returns, self.lengths = state["count"], state["returns"], state["lengths"]
+        self.recent, self.obs = state["recent"], state["obs"].numpy()
+        self.actions = [[actions.numpy()] for actions in state["actions"]]
+
+
+METRICS = (
+    *("env_steps", "gradient_steps", "episodes", "train_return_100"),
+    *("approx_kl", "approx_kl_last_epoch", "kl_k1", "kl_k2", "exact_kl", "clip_frac", "entropy"),
+    *("explained_variance", "policy_loss", "value_loss", "grad_norm", "learning_rate", "action_std"),
+    *("rollout_s", "update_s", "eval_s", "steps_per_s"),
+)
+EVALS = (
+    *("env_steps", "mean_return", "std_return", "min_return"),
+    *("solved", "landed", "truncated", "mean_length", "mean_fuel"),
+)
+SNAPSHOTS = (0, 2.5, 10, 25, 50, 100)  # percent of the budget
+MACHINE_ARGS = ("workers", "runs_dir", "run_name", "overwrite")  # what does not change a run's results
+
+# Stable-Baselines3's TensorBoard tags, and the column of metrics.csv (its entropy loss is minus the entropy).
+TENSORBOARD = {
+    "rollout/ep_rew_mean": "train_return_100",
+    "time/fps": "steps_per_s",
+    "train/approx_kl": "approx_kl",
+    "train/clip_fraction": "clip_frac",
+    "train/explained_variance": "explained_variance",
+    "train/learning_rate": "learning_rate",
+    "train/policy_gradient_loss": "policy_loss",
+    "train/value_loss": "value_loss",
+    "train/std": "action_std",
+    "train/entropy": "entropy",
+    "train/exact_kl": "exact_kl",
+    "train/grad_norm": "grad_norm",
+}
+
+
+class Run:
+    """A run's folder and its progress: what it has logged, and where it resumes.
+
+    Opening it creates the folder, or checks that it was made with the same arguments.
+    """
+
+    def __init__(self, args, config):
+        self.args, self.config = args, config
+        if args.total_timesteps is None:
+            args.total_timesteps = 2_000_000 if config["actor"] == "categorical" else 1_000_000
+        variant = "-continuous" if args.continuous else ""
+        name = args.run_name or run_name(f"ppo_{args.env_id}{variant}_s{args.seed}")
+        if name != Path(name).name or name in (".", ".."):
+            raise UsageError(f"--run-name {name!r} is not the name of a folder inside --runs-dir")
+        self.path = Path(args.runs_dir) / name
+        self.batch_size = args.num_envs * args.num_steps
+        self.update = 0  # how many rollouts have been trained on
+        self.episodes = EpisodeLog(args.num_envs)
+        self.best, self.first_solved, self.wall_s = None, None, 0.0
+        self._checkpoint, self._checkpoint_cost, self._checkpoint_time = None, 0.0, float("-inf")
+        self._open()
+
+    @property
+    def env_steps(self):
+        return self.update * self.batch_size
+
+    @property
+    def finished(self):
+        return (self.path / "result.json").exists()
+
+    def _open(self):
+        """Make the folder, or take up what is there. Writes nothing where it refuses."""
+        path, args = self.path, self.args
+        try:
+            if args.overwrite and (path / "config.json").exists():
+                shutil.rmtree(path)
+            if (path / "config.json").exists():
+                self._compare(read_json(path / "config.json"))
+            elif path.exists() and any(path.iterdir()):
+                raise UsageError(f"{path} is not empty and not a run folder; choose another --run-name")
+            else:
+                (path / "snapshots").mkdir(parents=True, exist_ok=True)
+                save_json(path / "config.json", {"args": vars(args), "policy": self.config, "versions": versions()})
+            if self.finished:
+                (path / "checkpoint.pt").unlink(missing_ok=True)
+            elif (path / "checkpoint.pt").exists():
+                self._checkpoint = load_checkpoint(path / "checkpoint.pt")
+        except OSError as error:
+            raise UsageError(f"cannot write the run folder {path}: {error.strerror}") from None
+
+    def _compare(self, saved):
+        ours = vars(self.args)
+        theirs = saved.get("args", {})
+        different = [k for k in ours if k not in MACHINE_ARGS and ours[k] != theirs.get(k)]
+        if different:
+            listed = ", ".join(f"--{k.replace('_', '-')} {theirs.get(k)} (now {ours[k]})" for k in different)
+            raise UsageError(f"{self.path} was made with {listed}; choose another --run-name, or --overwrite it")
+
+    def restore(self, learner):
+        """Put the checkpoint, if there is one, into the learner's tensors and this run's progress."""
+        state = self._checkpoint
+        if state:
+            for name, tensor in learner.items():
+                tensor.copy_(state["learner"][name])
+            self.update, self.best, self.first_solved = state["update"], state["best"], state["first_solved"]
+            self.wall_s = state["wall_s"]
+            self.episodes.restore(state["episodes"])
+        rows = (state["metrics_rows"], state["evals_rows"]) if state else (0, 0)
+        self.metrics = CsvLog(self.path / "metrics.csv", METRICS, rows[0])
+        self.evals = CsvLog(self.path / "evals.csv", EVALS, rows[1])
+
+    def begin_environments(self, workers):
+        """Start every environment in the episode it is in, replaying the unfinished ones after a resume."""
+        log = self.episodes
+        if self._checkpoint is None:
+            workers.start(Envs.begin, log.count)
+            workers.results()
+            return
+        actions = [np.concatenate(a) for a in log.actions]
+        workers.start(Envs.begin, log.count, self.update * self.args.num_steps, actions, log.obs)
+        strayed = [i for share in workers.results() for i in share]
+        log.forget(strayed)
+        if strayed:
+            self.progress.say(
+                f"{self.args.env_id} is not deterministic: the replay of environment{'s' * (len(strayed) > 1)} "
+                f"{', '.join(map(str, strayed))} ended elsewhere; going on from fresh episodes"
+            )
+
+    def __enter__(self):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._start = time.monotonic()
+        self.tensorboard = SummaryWriter(self.path, purge_step=self.env_steps + 1)
+        self.progress = Progress(self)
+        return self
+
+    def __exit__(self, kind, *_):
+        self.progress.close()
+        self.tensorboard.close()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            print(f"stopped after {self.env_steps:,} steps; to go on: {command_line()}", file=sys.stderr)
+
+    def elapsed(self):
+        """Seconds of work in this run, over all its sittings."""
+        return self.wall_s + time.monotonic() - self._start
+
+    def evaluation_due(self):
+        """Whether the last update crossed a multiple of --eval-every. Follows from the step count alone."""
+        every = self.args.eval_every
+        return bool(every and self.update and self.env_steps // every > (self.env_steps - self.batch_size) // every)
+
+    def save_snapshots(self, weights):
+        """Save the policy under each percentage of the budget that the last update reached."""
+        for percent in SNAPSHOTS:
+            target = percent / 100 * self.args.total_timesteps
+            if self.env_steps - self.batch_size < target <= self.env_steps or (percent == 0 and self.update == 0):
+                save_policy(self.path / "snapshots" / f"{percent:05.1f}.pt", weights, self.config, self.env_steps)
+
+    def log_evaluation(self, episodes, weights):
+        """A row of evals.csv for the policy at the present step count, and best.pt where it is the best yet."""
+        row = {"env_steps": self.env_steps, **summarise(episodes, self.config)}
+        self.evals.append(row)
+        self.tensorboard.add_scalar("eval/mean_reward", row["mean_return"], self.env_steps)
+        self.tensorboard.add_scalar("eval/mean_ep_length", row["mean_length"], self.env_steps)
+        solved = self.config["solved_return"]
+        if self.first_solved is None and solved is not None and row["mean_return"] >= solved:
+            self.first_solved = self.env_steps
+        if self.best is None or row["mean_return"] > self.best:
+            self.best = row["mean_return"]
+            save_policy(self.path / "best.pt", weights, self.config, self.env_steps)
+
+    def log_update(self, row, clock):
+        """A row of metrics.csv for the update that just ended; clock: when its phases began and ended."""
+        self.update += 1
+        seconds = dict(zip(("rollout_s", "update_s", "eval_s"), np.diff(clock).tolist(), strict=True))
+        row = row | seconds | {"steps_per_s": self.batch_size / (clock[-1] - clock[0])}
+        row |= {"env_steps": self.env_steps, "episodes": sum(self.episodes.count)}
+        row["train_return_100"] = self.episodes.mean(0)
+        self.metrics.append(row)
+        for tag, column in TENSORBOARD.items():
+            if row[column] is not None:
+                self.tensorboard.add_scalar(tag, row[column], self.env_steps)
+        self.tensorboard.add_scalar("train/entropy_loss", -row["entropy"], self.env_steps)
+        if self.episodes.recent:
+            self.tensorboard.add_scalar("rollout/ep_len_mean", self.episodes.mean(1), self.env_steps)
+        self.progress.update(row)
+
+    def save_checkpoint(self, learner, now=False):
+        """Write checkpoint.pt, unless that would cost more than a fiftieth of the time since the last one."""
+        start = time.monotonic()
+        if not now and start - self._checkpoint_time < 50 * self._checkpoint_cost:
+            return
+        state = {
+            "learner": learner,
+            "update": self.update,
+            "best": self.best,
+            "first_solved": self.first_solved,
+            "wall_s": self.elapsed(),
+            "episodes": self.episodes.state(),
+            "metrics_rows": len(self.metrics.rows),
+            "evals_rows": len(self.evals.rows),
+        }
+        save_tensors(self.path / "checkpoint.pt", state)
+        self._checkpoint_time = time.monotonic()
+        self._checkpoint_cost = self._checkpoint_time - start
+
+    def finish(self, workers, weights):
+        """The last evaluations, final.pt and result.json; then the checkpoint goes."""
+        self.save_snapshots(weights)
+        if self.args.eval_every:
+            start_evaluation(workers, weights, EVAL_SEEDS)
+            self.log_evaluation(finish_evaluation(workers), weights)
+        save_policy(self.path / "final.pt", weights, self.config, self.env_steps)
+        result = {"env_steps": self.env_steps}
+        for name in ("final", "best"):
+            result[name] = None
+            if (self.path / f"{name}.pt").exists():
+                saved = torch.load(self.path / f"{name}.pt", weights_only=True)
+                start_evaluation(workers, {k: w.numpy() for k, w in saved["actor"].items()}, FINAL_SEEDS)
+                episodes = finish_evaluation(workers)
+                summary = summarise(episodes, self.config)
+                result[name] = {"env_steps": saved["env_steps"], **summary, "returns": episodes["return"].tolist()}
+        result["first_solved_steps"] = self.first_solved
+        result["wall_clock_s"] = self.elapsed()
+        result["diagnostics"] = diagnostics(self.metrics.rows)
+        self.progress.close()
+        save_json(self.path / "result.json", result)
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+        print("\n".join(closing_lines(self, result)))
+
+
+def load_checkpoint(path):
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}); --overwrite starts the run over"
+        ) from None
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+
+
+class Progress:
+    """A tqdm bar on a terminal; elsewhere a plain line for every twentieth of the budget."""
+
+    def __init__(self, run):
+        self.run, self.total = run, run.args.total_timesteps
+        args = run.args
+        self.say(
+            f"{args.env_id}{' (continuous)' if args.continuous else ''}, seed {args.seed}: {self.total:,} steps in "
+            f"rollouts of {args.num_envs} x {args.num_steps}, {args.workers} worker{'s' * (args.workers > 1)} "
+            f"-> {run.path}"
+        )
+        if run.env_steps:
+            self.say(f"resuming at {run.env_steps:,} steps")
+        self.bar = tqdm(
+            total=self.total, initial=run.env_steps, unit=" steps", unit_scale=True, disable=not sys.stderr.isatty()
+        )
+
+    def say(self, text):
+        tqdm.write(text)
+
+    def update(self, row):
+        run = self.run
+        parts = {
+            "return": row["train_return_100"],
+            "eval": float(run.evals.rows[-1]["mean_return"]) if run.evals.rows else None,
+            "KL": row["approx_kl"],
+        }
+        formats = {"return": "{:.1f}", "eval": "{:.1f}", "KL": "{:.4f}"}
+        parts = {k: formats[k].format(value) if value is not None else "-" for k, value in parts.items()}
+        if not self.bar.disable:
+            self.bar.set_postfix(parts, refresh=False)
+            self.bar.update(min(run.env_steps, self.total) - self.bar.n)
+        elif run.env_steps * 20 // self.total > (run.env_steps - run.batch_size) * 20 // self.total:
+            listed = "  ".join(f"{k} {text}" for k, text in parts.items())
+            self.say(f"{run.env_steps:>10,} steps  {row['steps_per_s']:>7,.0f} steps/s  {listed}")
+
+    def close(self):
+        self.bar.close()
+
+
+def diagnostics(rows):
+    """The diagnostics of a whole run in a few numbers, from the rows of metrics.csv."""
+
+    def column(name):
+        return np.array([float(row[name]) for row in rows if row[name]])
+
+    kl, clip, ev = column("approx_kl"), column("clip_frac"), column("explained_variance")
+    std, train_return = column("action_std"), column("train_return_100")
+    return {
+        "approx_kl_median": float(np.median(kl)),
+        "approx_kl_max": float(kl.max()),
+        "clip_frac_median": float(np.median(clip)),
+        "clip_frac_max": float(clip.max()),
+        "clip_frac_above_0.3": float((clip > 0.3).mean()),
+        "explained_variance_last": float(ev[-1]) if len(ev) else None,
+        "explained_variance_end": float(ev[-max(1, len(ev) // 10) :].mean()) if len(ev) else None,  # its last tenth
+        "entropy_first": float(column("entropy")[0]),
+        "entropy_last": float(column("entropy")[-1]),
+        "action_std_first": float(std[0]) if len(std) else None,
+        "action_std_last": float(std[-1]) if len(std) else None,
+        "train_return_last": float(train_return[-1]) if len(train_return) else None,
+    }
+
+
+KL_SPIKE = 0.03  # three times the largest k3 of the page's ten runs
+
+
+def verdict(found, deterministic_return):
+    """What the diagnostics say, in words (page sections 4.1 to 4.3 and 7). found: from `diagnostics`."""
+    said = []
+    if found["approx_kl_max"] > KL_SPIKE:
+        said.append(
+            f"a KL spike to {found['approx_kl_max']:.3f}: some update moved the policy too far, "
+            "lower the learning rate or the epochs"
+        )
+    if found["clip_frac_above_0.3"]:
+        said.append(
+            f"clip fraction above 0.3 in {found['clip_frac_above_0.3']:.0%} of the rollouts: most samples no longer "
+            "contribute, lower the learning rate or the epochs"
+        )
+    explained = found["explained_variance_end"]
+    if explained is not None and explained < 0:
+        said.append(
+            f"explained variance {explained:.2f} over the last tenth of the run: the critic is worse than a constant, "
+            "so the advantages are noise"
+        )
+    sampled, std = found["train_return_last"], found["action_std_last"]
+    if std is not None and sampled is not None and std > 0.7 * found["action_std_first"]:
+        if deterministic_return - sampled > 0.25 * abs(deterministic_return):
+            said.append(
+                f"sigma stayed at {std:.2f}, so the training return ({sampled:.0f}, sampled actions) understates "
+                f"the deterministic policy ({deterministic_return:.0f})"
+            )
+    if said:
+        return "; ".join(said)
+    critic = "" if explained is None else f", explained variance {explained:.2f} at the end"
+    return (
+        f"healthy: KL at most {found['approx_kl_max']:.4f}, clip fraction at most {found['clip_frac_max']:.2f}{critic}"
+    )
+
+
+def closing_lines(run, result):
+    """What a finished run prints last."""
+    lines = []
+    for name in ("final", "best"):
+        found = result[name]
+        if found:
+            shares = [f"{found[k]:.0%} {k}" for k in ("solved", "landed", "truncated") if found[k] == found[k]]
+            lines.append(
+                f"{name + ' policy':>14}  {found['mean_return']:.1f} +- {found['std_return']:.1f} over "
+                f"{len(found['returns'])} held-out episodes, {', '.join(shares)} ({found['env_steps']:,} steps)"
+            )
+    solved = run.config["solved_return"]
+    if solved is not None and run.args.eval_every:
+        first = result["first_solved_steps"]
+        lines.append(f"{f'first >= {solved:.0f}':>14}  " + (f"at {first:,} steps" if first else "never"))
+    lines.append(f"{'wall-clock':>14}  {result['wall_clock_s']:.0f} s")
+    lines.append(f"{'run folder':>14}  {run.path}")
+    lines.append(f"{'diagnostics':>14}  {verdict(result['diagnostics'], result['final']['mean_return'])}")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------
+# Command lines
+# ---------------------------------------------------------------------------------------------
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: an int or a float from low to high."""
+    high = math.inf if high is None else high
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {'a whole number' if kind is int else 'a number'}"
+            ) from None
+        if not (low <= value <= high and math.isfinite(value)):
+            bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"{text} is not {bound}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def command_line():
+    """The command this process was given, to be given again."""
+    return shlex.join(["python", *sys.argv])
+
+
+def run_script(name, script):
+    """Run a script's main function: errors of use and of runs take one line. Returns the exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        script()
+    except UsageError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"{name}: stopped: {error}; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stop:
+        return 143 if isinstance(stop, Terminated) else 130
+    return 0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled as Ctrl-C is."""
+
+
+def _terminated(*_):
+    raise Terminated

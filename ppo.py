@@ -1,0 +1,405 @@
+"""Proximal policy optimisation (PPO), following the page section by section.
+
+    python ppo.py --seed 0                 # LunarLander-v3, discrete actions, 2M steps
+    python ppo.py --continuous --seed 0    # the same with a Gaussian actor, 1M steps
+
+Where the page's equations are:
+
+    (2)  importance ratio r = pi_theta / pi_old ......... ppo_loss
+    (4)  clipped surrogate L^CLIP ....................... clipped_surrogate
+    (5)  the full loss .................................. ppo_loss
+    (6)  k1, k2, k3 estimates of the KL ................. kl_estimates
+    GAE  generalised advantage estimation ............... compute_gae
+    3.4  the training loop: (a) rollout, (b) GAE, (c) epochs of minibatches ... train
+    3.5  inference ...................................... common.evaluate
+    4.3  explained variance ............................. common.explained_variance
+
+Names: N = num_envs, T = num_steps, K = update_epochs. Tensors of a rollout are [T, N, ...] and
+flattened to [T*N, ...] for the update; a quantity per sample is 1-D.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import kl_divergence
+from torch.func import functional_call, grad_and_value
+
+import common
+
+# ---------------------------------------------------------------------------------------------
+# The equations
+# ---------------------------------------------------------------------------------------------
+
+
+def compute_gae(rewards, values, dones, last_value, gamma, gae_lambda):
+    """GAE(gamma, lambda) over a rollout, and the return targets R = A + V (page section 3).
+
+    rewards, values, dones: [T, N]; last_value: [N], V of the observation after the last row.
+    done = terminated OR truncated. The reward of a truncated step already holds
+    + gamma * V(final_obs), so done cuts the recursion for both kinds of end, whatever stands
+    beyond the cut. Returns (advantages, returns), each [T, N].
+    """
+    done = dones.bool()
+    next_values = torch.cat([values[1:], last_value[None]])
+    delta = rewards + gamma * next_values.masked_fill(done, 0) - values  # the TD error
+    advantages = torch.empty_like(delta)
+    advantage = torch.zeros_like(last_value)
+    for t in reversed(range(len(delta))):
+        advantage = delta[t] + gamma * gae_lambda * advantage.masked_fill(done[t], 0)
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def clipped_surrogate(ratio, advantages, clip_eps):
+    """min(r A, clip(r, 1 - eps, 1 + eps) A) per sample: eq. (4) before the mean. All [n]."""
+    return torch.min(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
+
+
+def kl_estimates(log_ratio):
+    """Per-sample estimates k1, k2, k3 of KL(pi_old || pi_theta) from log r (page section 4.1)."""
+    k1 = -log_ratio
+    k2 = log_ratio**2 / 2
+    k3 = (log_ratio.expm1() - log_ratio).clamp(min=0)  # eq. (6); expm1 keeps r - 1 exact near r = 1
+    return k1, k2, k3
+
+
+def normalise(advantages):
+    """Zero mean, unit variance within the minibatch (page section 3.1).
+
+    One sample has no spread: it becomes 0 and trains the critic and the entropy alone.
+    """
+    std = advantages.std(correction=min(1, len(advantages) - 1))
+    return (advantages - advantages.mean()) / (std + 1e-8)
+
+
+STATS = ("kl_k1", "kl_k2", "approx_kl", "clip_frac", "entropy", "policy_loss", "value_loss", "grad_norm")
+
+
+def ppo_loss(dist, values, actions, logp_old, advantages, returns, *, clip_eps, vf_coef, ent_coef):
+    """The full loss, eq. (5), of one minibatch, and its diagnostics in the order of STATS[:-1]."""
+    log_ratio = dist.log_prob(actions) - logp_old
+    ratio = log_ratio.exp()  # eq. (2)
+    policy_loss = -clipped_surrogate(ratio, normalise(advantages), clip_eps).mean()  # -L^CLIP, eq. (4)
+    value_loss = ((values - returns) ** 2).mean()  # value clipping off, page section 3.2
+    entropy = dist.entropy().mean()
+    loss = policy_loss + vf_coef * value_loss - ent_coef * entropy  # eq. (5)
+
+    k1, k2, k3 = (k.mean() for k in kl_estimates(log_ratio))
+    clip_frac = ((ratio - 1).abs() > clip_eps).float().mean()  # page section 4.2
+    return loss, torch.stack([k1, k2, k3, clip_frac, entropy, policy_loss, value_loss]).detach()
+
+
+# ---------------------------------------------------------------------------------------------
+# One Adam step on one minibatch
+# ---------------------------------------------------------------------------------------------
+
+
+class ActorCritic(nn.Module):
+    """Actor and critic side by side; they share no weights."""
+
+    def __init__(self, actor, critic):
+        super().__init__()
+        self.actor, self.critic = actor, critic
+
+    def forward(self, obs):
+        return self.actor(obs), self.critic(obs)
+
+
+def flatten(module):
+    """One vector theta of all the module's parameters, which become views of it: writing theta moves them."""
+    theta = nn.utils.parameters_to_vector(module.parameters()).detach()
+    for param, part in zip(module.parameters(), theta.split([p.numel() for p in module.parameters()]), strict=True):
+        param.data = part.view_as(param)
+    return theta
+
+
+def unflatten(theta, module):
+    """theta cut into {name: parameter}, differentiably."""
+    names, params = zip(*module.named_parameters(), strict=True)
+    parts = theta.split([p.numel() for p in params])
+    return {name: part.view_as(p) for name, part, p in zip(names, parts, params, strict=True)}
+
+
+def clip_norm(grad, max_norm):
+    """The gradient scaled down to at most max_norm, over actor and critic together; and its norm before."""
+    norm = grad.norm()
+    return grad * (max_norm / (norm + 1e-6)).clamp(max=1), norm
+
+
+def adam_(theta, m, v, step, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
+    """Adam on the flat parameter vector, in place (Kingma & Ba 2015, algorithm 1)."""
+    step += 1
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    m_hat = m / (1 - beta1**step)
+    v_hat = v / (1 - beta2**step)
+    theta -= learning_rate * m_hat / (v_hat.sqrt() + eps)
+
+
+def make_minibatch_step(nets, args):
+    """minibatch_step(theta, m, v, step, idx, obs, actions, logp_old, advantages, returns) -> STATS.
+
+    Takes the rows idx of the flattened rollout through loss, gradient, clip and Adam, in place.
+    """
+
+    def loss_of(theta, obs, *batch):
+        dist, values = functional_call(nets, unflatten(theta, nets), obs)
+        return ppo_loss(dist, values, *batch, clip_eps=args.clip_eps, vf_coef=args.vf_coef, ent_coef=args.ent_coef)
+
+    def minibatch_step(theta, m, v, step, idx, *rollout):
+        batch = [x[idx] for x in rollout]
+        grad, (_, stats) = grad_and_value(loss_of, has_aux=True)(theta, *batch)
+        grad, grad_norm = clip_norm(grad, args.max_grad_norm)
+        adam_(theta, m, v, step, grad, args.learning_rate, args.adam_eps)
+        return torch.cat([stats, grad_norm[None]])
+
+    return minibatch_step
+
+
+def compile_step(minibatch_step, sizes, theta, rollout):
+    """The step as one native function, compiled for each minibatch size; the plain one where that fails.
+
+    Only the size of idx changes between calls, so only that is checked on each call.
+    """
+    torch.compiler.reset()  # what an earlier run in this process compiled is not ours
+    options = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [guard.name == "idx" for guard in guards]}
+    compiled = torch.compile(minibatch_step, fullgraph=True, dynamic=False, options=options)
+    try:
+        for size in sizes:
+            state = [theta.clone(), *(torch.zeros_like(theta) for _ in "mv"), torch.zeros((), dtype=torch.float64)]
+            compiled(*state, torch.zeros(size, dtype=torch.int64), *rollout)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        print(f"the update could not be compiled and runs several times slower: {reason}", file=sys.stderr)
+        return minibatch_step
+    return compiled
+
+
+# ---------------------------------------------------------------------------------------------
+# Page 3.4 (a): the rollout
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def collect(envs, weights, update, num_steps):
+    """T steps of one worker's environments under pi_old: rows [T, n, ...] of the rollout's buffers.
+
+    V, log pi and the time-limit bootstrap need no environment; `train` computes them afterwards for
+    the whole rollout at once, since pi_old does not move meanwhile.
+    """
+    actor = common.load_weights(envs.actor, weights)
+    own = slice(envs.rows.start, envs.rows.stop)
+    noise = torch.zeros(num_steps, envs.num_envs, actor.noise_dim)
+    for i in envs.rows:
+        noise[:, i] = torch.from_numpy(actor.noise(common.stream("actions", envs.seed, i, update), num_steps))
+    obs, actions, rewards, terminated, truncated, final_obs = [], [], [], [], [], []
+    for t in range(num_steps):
+        action = actor.sample(envs.obs, noise[t])[own].numpy()
+        obs.append(envs.current)
+        actions.append(action)
+        reward, term, trunc, cut = envs.step(action)
+        rewards.append(reward)
+        terminated.append(term)
+        truncated.append(trunc)
+        final_obs += [(t, envs.rows[row], last) for row, last in cut]
+    arrays = [np.array(x) for x in (obs, actions, rewards, terminated, truncated)]
+    return (*arrays, envs.current), final_obs
+
+
+def rollout(shares):
+    """The workers' shares side by side: obs, actions, rewards, terminated, truncated [T, N, ...],
+    next_obs [N, obs_dim], and the final observations [(t, i, obs)] of the episodes cut by a time limit."""
+    arrays, final_obs = zip(*shares, strict=True)
+    *buffers, next_obs = zip(*arrays, strict=True)
+    buffers = [torch.from_numpy(np.concatenate(parts, axis=1)) for parts in buffers]
+    cut = sorted((c for share in final_obs for c in share), key=lambda c: c[:2])
+    return *buffers, torch.from_numpy(np.concatenate(next_obs)), cut
+
+
+# ---------------------------------------------------------------------------------------------
+# Page 3.4: the training loop
+# ---------------------------------------------------------------------------------------------
+
+
+def train(args):
+    """Train one run, or take up an unfinished one, and return its folder (a Path)."""
+    torch.set_num_threads(1)
+    config = common.policy_config(args.env_id, args.continuous)
+    run = common.Run(args, config)
+    if run.finished:
+        print(f"{run.path} has finished already; --overwrite starts it over")
+        return run.path
+
+    torch.manual_seed(args.seed)
+    nets = ActorCritic(common.build_actor(config), common.Critic(config["obs_dim"]))
+    theta = flatten(nets)
+    m, v, step = torch.zeros_like(theta), torch.zeros_like(theta), torch.zeros((), dtype=torch.float64)
+    learner = {"theta": theta, "m": m, "v": v, "step": step}
+    run.restore(learner)
+    with common.Workers(args.workers, config, args.seed, args.num_envs) as workers, run:
+        run.begin_environments(workers)
+        batch_size = args.num_envs * args.num_steps
+        minibatch_step = make_minibatch_step(nets, args)
+        if args.compile:
+            sizes = {min(args.minibatch_size, batch_size - i) for i in range(0, batch_size, args.minibatch_size)}
+            minibatch_step = compile_step(minibatch_step, sizes, theta, example_rollout(config, batch_size))
+
+        while run.env_steps < args.total_timesteps:
+            clock = [time.monotonic()]
+
+            # (a) rollout with gradients off: this freezes pi_old = pi_theta
+            weights = common.actor_weights(nets.actor)
+            run.save_snapshots(weights)
+            workers.start(collect, weights, run.update, args.num_steps)
+            obs, actions, rewards, terminated, truncated, next_obs, cut = rollout(workers.results())
+            run.episodes.add(rewards.numpy(), (terminated | truncated).numpy(), actions.numpy(), next_obs.numpy())
+            clock.append(time.monotonic())
+            if run.evaluation_due():  # of pi_old, by the workers while this process updates
+                common.start_evaluation(workers, weights, common.EVAL_SEEDS)
+
+            with torch.no_grad():
+                dist_old, values = nets(obs)
+                logp_old = dist_old.log_prob(actions)
+                rewards = rewards.float()
+                if cut:  # r[trunc] += gamma * V(final_obs): the time limit is not the task's end
+                    t, i, final_obs = zip(*cut, strict=True)
+                    rewards[t, i] += args.gamma * nets.critic(torch.from_numpy(np.stack(final_obs)))
+
+                # (b) GAE once over the whole [T, N] buffer
+                advantages, returns = compute_gae(
+                    rewards, values, terminated | truncated, nets.critic(next_obs), args.gamma, args.gae_lambda
+                )
+                explained_variance = common.explained_variance(values.flatten(), returns.flatten())
+
+                # (c) K epochs of shuffled minibatches on the same data
+                batch = [x.flatten(0, 1) for x in (obs, actions, logp_old, advantages, returns)]
+                rng = common.stream("minibatches", args.seed, run.update)
+                stats = []
+                for _ in range(args.update_epochs):
+                    for idx in torch.from_numpy(rng.permutation(batch_size)).split(args.minibatch_size):
+                        stats.append(minibatch_step(theta, m, v, step, idx, *batch))
+                stats = torch.stack(stats).double()
+                check_finite(stats)
+                exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
+            clock.append(time.monotonic())
+
+            if run.evaluation_due():
+                run.log_evaluation(common.finish_evaluation(workers), weights)
+            clock.append(time.monotonic())
+            row = dict(zip(STATS, stats.mean(0).tolist(), strict=True))
+            last_epoch = stats[-(len(stats) // args.update_epochs) :]
+            row["approx_kl_last_epoch"] = last_epoch[:, STATS.index("approx_kl")].mean().item()
+            row |= {"exact_kl": exact_kl.item(), "explained_variance": explained_variance}
+            row |= {"gradient_steps": int(step), "learning_rate": args.learning_rate}
+            row["action_std"] = nets.actor.log_std.exp().mean().item() if config["actor"] == "gaussian" else None
+            run.log_update(row, clock)
+            run.save_checkpoint(learner)
+
+        run.save_checkpoint(learner, now=True)
+        run.finish(workers, common.actor_weights(nets.actor))
+    return run.path
+
+
+def example_rollout(config, n):
+    """Tensors like a flattened rollout's: obs, actions, logp_old, advantages, returns."""
+    discrete = config["actor"] == "categorical"
+    actions = torch.zeros(n, dtype=torch.int64) if discrete else torch.zeros(n, config["act_dim"])
+    return torch.zeros(n, config["obs_dim"]), actions, torch.zeros(n), torch.zeros(n), torch.zeros(n)
+
+
+def check_finite(stats):
+    """Stop before weights that a NaN or infinity has spoilt reach a file. stats: [steps, len(STATS)]."""
+    bad = (~stats.isfinite()).nonzero()
+    if len(bad):
+        first, which = bad[0].tolist()
+        raise common.RunError(
+            f"{STATS[which]} is {stats[first, which].item()} at gradient step {first + 1} of this update; "
+            "the last checkpoint is from before it"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="ppo.py",
+        description="Train PPO on a Gymnasium environment. The same command resumes a run that was stopped.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=110),
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+    def add(group, flag, default, text, kind=int, low=None, high=None, letter=""):
+        label = f"{letter + ' ' if letter else ''}[{default if default is not None else '-'}]"
+        kind = common.number(kind, low, high) if low is not None else kind
+        group.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=f"{text} {label}")
+
+    group = parser.add_argument_group("run")
+    add(group, "--seed", 0, "seeds weights, environments, actions and minibatches", low=0)
+    add(group, "--env-id", "LunarLander-v3", "a registered Gymnasium environment", str)
+    group.add_argument(
+        "--continuous", action="store_true", help="the environment's variant with continuous actions, Gaussian actor"
+    )
+    group.add_argument(
+        "--total-timesteps",
+        type=common.number(int, 1),
+        metavar="INT",
+        help="budget in environment steps; whole rollouts, so the last may run past it "
+        "[2000000; 1000000 for continuous actions]",
+    )
+    add(group, "--eval-every", 25_000, "steps between evaluations on 10 held-out seeds; 0: none", low=0)
+
+    group = parser.add_argument_group("algorithm (default and letter as on the page)")
+    add(group, "--num-envs", 16, "environments", low=1, letter="N")
+    add(group, "--num-steps", 1024, "steps of each environment per rollout", low=1, letter="T")
+    add(group, "--update-epochs", 4, "passes over a rollout", low=1, letter="K")
+    add(group, "--minibatch-size", 64, "samples per gradient step; what is left over makes a smaller one", low=2)
+    add(group, "--gamma", 0.999, "discount", float, 0, 1, "gamma")
+    add(group, "--gae-lambda", 0.98, "GAE's decay", float, 0, 1, "lambda")
+    add(group, "--clip-eps", 0.2, "half-width of the clip", float, 0, letter="eps")
+    add(group, "--vf-coef", 0.5, "weight of the value loss", float, 0, letter="c_v")
+    add(group, "--ent-coef", 0.01, "weight of the entropy bonus", float, 0, letter="c_e")
+    add(group, "--learning-rate", 3e-4, "Adam's step size", float, 0)
+    add(group, "--adam-eps", 1e-5, "Adam's epsilon", float, 0)
+    add(group, "--max-grad-norm", 0.5, "gradient clip, actor and critic together", float, 0)
+
+    group = parser.add_argument_group("machine (changes speed, not results)")
+    group.add_argument(
+        "--workers", type=common.number(int, 1), metavar="INT", help="rollout processes [one per core, at most N]"
+    )
+    group.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compile the gradient step; without, results agree to rounding [on]",
+    )
+
+    group = parser.add_argument_group("run folder")
+    add(group, "--runs-dir", "runs", "where run folders go", str)
+    add(group, "--run-name", None, "name of the run folder [ppo_<env id>_s<seed>]", str)
+    group.add_argument("--overwrite", action="store_true", help="start over, deleting what the folder holds")
+
+    args = parser.parse_args(argv)
+    if args.num_envs * args.num_steps < args.minibatch_size:
+        parser.error(
+            f"a rollout of {args.num_envs} x {args.num_steps} = {args.num_envs * args.num_steps} samples is smaller "
+            f"than --minibatch-size {args.minibatch_size}"
+        )
+    args.workers = min(args.workers or cores, args.num_envs)
+    return args
+
+
+def main(argv=None):
+    return common.run_script("ppo.py", lambda: train(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
