@@ -3,6 +3,7 @@
 import argparse
 import csv
 import difflib
+import importlib
 import importlib.metadata
 import inspect
 import io
@@ -172,8 +173,11 @@ def make_env(env_id, continuous=False, **kwargs):
 
 def _find_spec(env_id):
     """The registered spec of an id. Old and misspelt ids are answered with the closest one there is."""
+    module, _, registered_id = env_id.rpartition(":")
     try:
-        return gym.spec(env_id)
+        if module:
+            importlib.import_module(module)
+        return gym.spec(registered_id)
     except (gym.error.Error, ImportError) as error:
         name = env_id.rsplit("-v", 1)[0].lower()
         newest = [known for known in gym.registry if known.rsplit("-v", 1)[0].lower() == name]
