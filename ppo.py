@@ -338,9 +338,14 @@ def parse_args(argv=None):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
     def add(group, flag, default, text, kind=int, low=None, high=None, letter=""):
-        label = f"{letter + ' ' if letter else ''}[{default if default is not None else '-'}]"
         kind = common.number(kind, low, high) if low is not None else kind
-        group.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=f"{text} {label}")
+        group.add_argument(
+            flag,
+            type=kind,
+            default=default,
+            metavar=kind.__name__.upper(),
+            help=f"{letter and letter + ': '}{text} [{default}]",
+        )
 
     group = parser.add_argument_group("run")
     add(group, "--seed", 0, "seeds weights, environments, actions and minibatches", low=0)
@@ -371,20 +376,23 @@ def parse_args(argv=None):
     add(group, "--adam-eps", 1e-5, "Adam's epsilon", float, 0)
     add(group, "--max-grad-norm", 0.5, "gradient clip, actor and critic together", float, 0)
 
-    group = parser.add_argument_group("machine (changes speed, not results)")
+    group = parser.add_argument_group("machine")
     group.add_argument(
-        "--workers", type=common.number(int, 1), metavar="INT", help="rollout processes [one per core, at most N]"
+        "--workers",
+        type=common.number(int, 1),
+        metavar="INT",
+        help="rollout processes; any number gives the same results [one per core, at most N]",
     )
     group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compile the gradient step; without, results agree to rounding [on]",
+        help="compile the gradient step; without, each step is slower and agrees to rounding [on]",
     )
 
     group = parser.add_argument_group("run folder")
     add(group, "--runs-dir", "runs", "where run folders go", str)
-    add(group, "--run-name", None, "name of the run folder [ppo_<env id>_s<seed>]", str)
+    group.add_argument("--run-name", metavar="STR", help="name of the run folder [ppo_<env id>_s<seed>]")
     group.add_argument("--overwrite", action="store_true", help="start over, deleting what the folder holds")
 
     args = parser.parse_args(argv)

@@ -323,7 +323,12 @@ def test_held_out_seeds_are_not_trained_on():
 def test_help_gives_every_default_and_fits_a_screen_and_a_half():
     text = script("--help", check=True).stdout
     assert len(text.splitlines()) <= 60
-    for part in ("N [16]", "T [1024]", "K [4]", "eps [0.2]", "c_v [0.5]", "may run past it"):
+    for part in (
+        "N: environments [16]",
+        "K: passes over a rollout [4]",
+        "eps: half-width of the clip [0.2]",
+        "may run past it",
+    ):
         assert part in text
 
 
