@@ -28,6 +28,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
+from torch.nn.functional import linear
 from tqdm import tqdm
 
 # Held-out seeds (page sections 6 and 7). Training episodes start from seeds below 2**28, far away.
@@ -51,17 +52,24 @@ class RunError(Exception):
 # ---------------------------------------------------------------------------------------------
 
 
-def mlp(in_dim, out_dim, out_gain, hidden=64):
+class MLP(nn.Module):
     """in_dim -> 64 -> 64 -> out_dim with tanh; orthogonal weights, gain sqrt(2) inside, zero biases."""
-    sizes = (in_dim, hidden, hidden, out_dim)
-    gains = (2**0.5, 2**0.5, out_gain)
-    layers = []
-    for size_in, size_out, gain in zip(sizes, sizes[1:], gains, strict=False):
-        linear = nn.Linear(size_in, size_out)
-        nn.init.orthogonal_(linear.weight, gain)
-        nn.init.zeros_(linear.bias)
-        layers += [linear, nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+
+    def __init__(self, in_dim, out_dim, out_gain, hidden=64):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        sizes = (in_dim, hidden, hidden, out_dim)
+        for sizes_of_layer, gain in zip(itertools.pairwise(sizes), (2**0.5, 2**0.5, out_gain), strict=True):
+            layer = nn.Linear(*sizes_of_layer)
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+            self.layers.append(layer)
+
+    def forward(self, x):
+        *hidden, out = self.layers
+        for layer in hidden:  # linear() and not layer(): a module call costs as much as the layer at batch size 16
+            x = torch.tanh(linear(x, layer.weight, layer.bias))
+        return linear(x, out.weight, out.bias)
 
 
 class CategoricalActor(nn.Module):
@@ -69,7 +77,7 @@ class CategoricalActor(nn.Module):
 
     def __init__(self, obs_dim, n_actions):
         super().__init__()
-        self.net = mlp(obs_dim, n_actions, out_gain=0.01)
+        self.net = MLP(obs_dim, n_actions, out_gain=0.01)
         self.noise_dim = n_actions
 
     def forward(self, obs):
@@ -97,7 +105,7 @@ class GaussianActor(nn.Module):
 
     def __init__(self, obs_dim, act_dim):
         super().__init__()
-        self.net = mlp(obs_dim, act_dim, out_gain=0.01)
+        self.net = MLP(obs_dim, act_dim, out_gain=0.01)
         self.log_std = nn.Parameter(torch.zeros(act_dim))
         self.noise_dim = act_dim
 
@@ -124,7 +132,7 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim):
         super().__init__()
-        self.net = mlp(obs_dim, 1, out_gain=1.0)
+        self.net = MLP(obs_dim, 1, out_gain=1.0)
 
     def forward(self, obs):
         return self.net(obs).squeeze(-1)
@@ -268,6 +276,7 @@ class Envs:
         self.config, self.seed, self.rows, self.num_envs = config, seed, rows, num_envs
         self.envs = [make_env(config["env_id"], config["continuous"]) for _ in rows]
         self.action_space = self.envs[0].action_space
+        self._flat = len(self.envs[0].observation_space.shape) == 1
         self.obs = torch.zeros(num_envs, config["obs_dim"])
         self._rows = self.obs.numpy()[rows.start : rows.stop]  # the same memory
         self.actor = build_actor(config)  # its weights come with each call
@@ -292,8 +301,9 @@ class Envs:
             if actions is None:
                 continue
             for action in environment_actions(actions[index], self.action_space):
-                ended = self._call(i, "step", action)[2:4]
-                if any(ended):
+                obs_i, _, terminated, truncated, _ = self.envs[i].step(action)
+                self._rows[i] = np.ravel(obs_i)
+                if terminated or truncated:
                     break
             if not np.array_equal(self._rows[i], obs[index]):
                 strayed.append(index)
@@ -310,33 +320,40 @@ class Envs:
         """
         rewards, terminated, truncated, cut = [], [], [], []
         for i, action in enumerate(environment_actions(actions, self.action_space)):
-            _, reward, term, trunc, _ = self._call(i, "step", action)
-            rewards.append(float(reward))
-            terminated.append(bool(term))
-            truncated.append(bool(trunc))
+            try:
+                obs, reward, term, trunc, _ = self.envs[i].step(action)
+                self._rows[i] = obs if self._flat else np.ravel(obs)
+                rewards.append(float(reward))
+            except Exception as error:
+                raise RunError(f"{self._where(i)} raised in step: {type(error).__name__}: {error}") from error
+            terminated.append(term)
+            truncated.append(trunc)
             if term or trunc:
                 if trunc and not term:
                     cut.append((i, self._rows[i].copy()))
+                self._check(i, reward)
                 self.episodes[i] += 1
                 self._reset(i)
         self.steps += 1
-        if not (
-            np.isfinite(rewards).all() and np.isfinite(self._rows).all() and all(np.isfinite(o).all() for _, o in cut)
-        ):
-            self._report_non_finite(rewards, cut)
+        if not math.isfinite(sum(rewards) + self._rows.sum()):  # one sum tells for all, or that a closer look is due
+            for i, reward in enumerate(rewards):
+                self._check(i, reward)
         return rewards, terminated, truncated, cut
 
-    def _reset(self, i):
-        self._call(i, "reset", seed=episode_seed(self.seed, self.rows[i], self.episodes[i]))
+    def _check(self, i, reward):
+        if not math.isfinite(reward):
+            raise RunError(f"{self._where(i)} gave a reward that is not finite: {reward}")
+        if not np.isfinite(self._rows[i]).all():
+            raise RunError(f"{self._where(i)} gave an observation that is not finite: {self._rows[i]}")
 
-    def _call(self, i, method, *args, **kwargs):
-        """Environment i's step or reset, its observation flattened into row i as float32."""
+    def _reset(self, i):
+        """Begin the episode that environment i is in."""
         try:
-            result = getattr(self.envs[i], method)(*args, **kwargs)
-            self._rows[i] = np.ravel(result[0])
+            obs, _ = self.envs[i].reset(seed=episode_seed(self.seed, self.rows[i], self.episodes[i]))
+            self._rows[i] = np.ravel(obs)
         except Exception as error:
-            raise RunError(f"{self._where(i)} raised in {method}: {type(error).__name__}: {error}") from error
-        return result
+            raise RunError(f"{self._where(i)} raised in reset: {type(error).__name__}: {error}") from error
+        self._check(i, 0.0)
 
     def _where(self, i):
         index = self.rows[i]
@@ -344,14 +361,6 @@ class Envs:
             f"environment {index} at its step {self.steps} "
             f"(episode {self.episodes[i]}, seed {episode_seed(self.seed, index, self.episodes[i])})"
         )
-
-    def _report_non_finite(self, rewards, cut):
-        cut = dict(cut)
-        for i, reward in enumerate(rewards):
-            if not np.isfinite(reward):
-                raise RunError(f"{self._where(i)} gave a reward that is not finite: {reward}")
-            if not (np.isfinite(self._rows[i]).all() and np.isfinite(cut.get(i, 0)).all()):
-                raise RunError(f"{self._where(i)} gave an observation that is not finite: {self._rows[i]}")
 
     def close(self):
         for env in self.envs:
@@ -1053,7 +1062,7 @@ def verdict(found, deterministic_return):
             "contribute, lower the learning rate or the epochs"
         )
     explained = found["explained_variance_end"]
-    if explained is not None and explained < 0:
+    if explained is not None and round(explained, 2) < 0:
         said.append(
             f"explained variance {explained:.2f} over the last tenth of the run: the critic is worse than a constant, "
             "so the advantages are noise"
@@ -1120,8 +1129,8 @@ def number(kind, low, high=math.inf):
 
 
 def command_line():
-    """The command this process was given, to be given again."""
-    return shlex.join(["python", *sys.argv])
+    """The command that goes on with this process's run: the one it was given, less --overwrite."""
+    return shlex.join(["python", *(word for word in sys.argv if word != "--overwrite")])
 
 
 def run_script(name, script):
@@ -1133,7 +1142,7 @@ def run_script(name, script):
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"{name}: stopped: {error}; the same command resumes from the last checkpoint", file=sys.stderr)
+        print(f"{name}: stopped: {error}; to go on from the last checkpoint: {command_line()}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         return 143 if isinstance(stop, Terminated) else 130

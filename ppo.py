@@ -247,6 +247,7 @@ def train(args):
         batch_size = args.num_envs * args.num_steps
         minibatch_step = make_minibatch_step(nets, args)
         if args.compile:
+            run.progress.say("compiling the gradient step, about 20 s the first time on a machine")
             sizes = {min(args.minibatch_size, batch_size - i) for i in range(0, batch_size, args.minibatch_size)}
             minibatch_step = compile_step(minibatch_step, sizes, theta, example_rollout(config, batch_size))
 
@@ -333,6 +334,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         prog="ppo.py",
         description="Train PPO on a Gymnasium environment. The same command resumes a run that was stopped.",
+        allow_abbrev=False,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=110),
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -193,7 +193,7 @@ def test_sample_follows_the_distribution(config):
     actor = make_nets(config, seed=3).actor
     n = 100_000
     with torch.no_grad():
-        actor.net[-1].weight *= 50
+        actor.net.layers[-1].weight *= 50
         obs = torch.randn(1, 8).expand(n, 8)
         actions = actor.sample(obs, torch.from_numpy(actor.noise(np.random.default_rng(0), n)))
         dist = actor(obs[:1])
@@ -212,7 +212,11 @@ def test_parameter_counts_and_initialisation():
     categorical, gaussian, critic = make_nets(CATEGORICAL), make_nets(GAUSSIAN).actor, common.Critic(8)
     assert (count(categorical.actor), count(gaussian), count(critic)) == (4996, 4868, 4801)
     for module, head_gain in ((categorical.actor, 0.01), (critic, 1.0)):
-        for layer, gain in ((module.net[0], 2**0.5), (module.net[2], 2**0.5), (module.net[4], head_gain)):
+        for layer, gain in (
+            (module.net.layers[0], 2**0.5),
+            (module.net.layers[1], 2**0.5),
+            (module.net.layers[2], head_gain),
+        ):
             w = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
             torch.testing.assert_close(w @ w.T, gain**2 * torch.eye(len(w)), atol=1e-5, rtol=0)
             assert not layer.bias.any()
@@ -291,7 +295,7 @@ def test_gradient_step_equals_stable_baselines3(continuous):
             (nets.critic.net, (policy.mlp_extractor.value_net[0], policy.mlp_extractor.value_net[2], policy.value_net)),
         )
         for net, layers in ours_theirs:
-            for ours, theirs in zip((net[0], net[2], net[4]), layers, strict=True):
+            for ours, theirs in zip(net.layers, layers, strict=True):
                 yield from ((ours.weight, theirs.weight), (ours.bias, theirs.bias))
         if continuous:
             yield nets.actor.log_std, policy.log_std

@@ -109,7 +109,7 @@ def test_killed_and_resumed_is_the_undisturbed_run(tmp_path, space):
 def stop_midway(tmp_path, name, how, *argv):
     """Start a run, call how(process) once it has a checkpoint, and return the ended process."""
     run = tmp_path / name
-    argv = [*TINY, "--total-timesteps", 10**6, "--runs-dir", tmp_path, "--run-name", name, *argv]
+    argv = [*TINY, "--total-timesteps", 10**6, "--runs-dir", tmp_path, "--run-name", name, "--overwrite", *argv]
     process = subprocess.Popen(
         command(*argv), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -129,7 +129,7 @@ def test_stopping_leaves_no_process_and_says_how_to_go_on(tmp_path, sign, code):
     )
     assert process.returncode == code and process.took < 5
     assert re.search(r"stopped after [\d,]+ steps; to go on: python ppo.py --num-envs 4", process.err)
-    assert "Traceback" not in process.err
+    assert "Traceback" not in process.err and "--overwrite" not in process.err
     assert common.load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")["update"] > 0
     assert_nothing_lives(process.pid)
 
