@@ -793,6 +793,7 @@ class Run:
         self.update = 0  # how many rollouts have been trained on
         self.episodes = EpisodeLog(args.num_envs)
         self.best, self.first_solved, self.wall_s = None, None, 0.0
+        self._row_ended = None
         self._checkpoint, self._checkpoint_cost, self._checkpoint_time = None, 0.0, float("-inf")
         self._open()
 
@@ -909,7 +910,8 @@ class Run:
         """A row of metrics.csv for the update that just ended; clock: when its phases began and ended."""
         self.update += 1
         seconds = dict(zip(("rollout_s", "update_s", "eval_s"), np.diff(clock).tolist(), strict=True))
-        row = row | seconds | {"steps_per_s": self.batch_size / (clock[-1] - clock[0])}
+        began, self._row_ended = self._row_ended or clock[0], time.monotonic()
+        row = row | seconds | {"steps_per_s": self.batch_size / (self._row_ended - began)}  # logging included
         row |= {"env_steps": self.env_steps, "episodes": sum(self.episodes.count)}
         row["train_return_100"] = self.episodes.mean(0)
         self.metrics.append(row)
