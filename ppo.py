@@ -286,7 +286,7 @@ def train(args):
                     for idx in torch.from_numpy(rng.permutation(batch_size)).split(args.minibatch_size):
                         stats.append(minibatch_step(theta, m, v, step, idx, *batch))
                 stats = torch.stack(stats).double()
-                check_finite(stats)
+                check_finite(stats, theta)
                 exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
             clock.append(time.monotonic())
 
@@ -314,8 +314,8 @@ def example_rollout(config, n):
     return torch.zeros(n, config["obs_dim"]), actions, torch.zeros(n), torch.zeros(n), torch.zeros(n)
 
 
-def check_finite(stats):
-    """Stop before weights that a NaN or infinity has spoilt reach a file. stats: [steps, len(STATS)]."""
+def check_finite(stats, theta):
+    """Stop before weights that a NaN or infinity has spoilt reach a file. stats: [steps, len(STATS)]; theta: [P]."""
     bad = (~stats.isfinite()).nonzero()
     if len(bad):
         first, which = bad[0].tolist()
@@ -323,6 +323,8 @@ def check_finite(stats):
             f"{STATS[which]} is {stats[first, which].item()} at gradient step {first + 1} of this update; "
             "the last checkpoint is from before it"
         )
+    if not theta.isfinite().all():
+        raise common.RunError("a weight is not finite after this update; the last checkpoint is from before it")
 
 
 # ---------------------------------------------------------------------------------------------

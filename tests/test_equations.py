@@ -324,6 +324,16 @@ def test_gradient_step_equals_stable_baselines3(continuous):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
+def test_what_is_not_finite_is_named():
+    stats, theta = torch.zeros(3, len(ppo.STATS)), torch.zeros(5)
+    ppo.check_finite(stats, theta)
+    with pytest.raises(common.RunError, match="a weight is not finite"):
+        ppo.check_finite(stats, theta / 0)
+    stats[1, ppo.STATS.index("grad_norm")] = math.inf
+    with pytest.raises(common.RunError, match="grad_norm is inf at gradient step 2"):
+        ppo.check_finite(stats, theta)
+
+
 def test_every_equation_of_the_map_is_tagged():
     source = Path(ppo.__file__).read_text().split('"""', 2)[2]
     for number in (2, 4, 5, 6):
