@@ -7,9 +7,7 @@ A machine's speed drifts, so every round measures all three and the ratios are o
 """
 
 import argparse
-import csv
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -62,8 +60,7 @@ def run_ours(args, rollouts, eval_every=0):
         first_row = time.perf_counter() - start
         if process.wait():
             raise common.RunError(f"ppo.py ended with exit code {process.returncode}")
-        with open(metrics) as file:
-            rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+        rows = [{k: float(v) for k, v in row.items() if v} for row in common.read_csv(metrics)]
     return first_row, rows[1:]
 
 
@@ -138,7 +135,7 @@ def time_parts(args, config):
 def bench(args):
     """All measurements as {name: number or [median, smallest, largest]}."""
     config = common.policy_config(args.env_id, args.continuous)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = common.available_cores()
     args.workers = args.workers or cores
     compile_s, gradient_step_us, gae_s = time_parts(args, config)
     sb3 = make_sb3(args)

@@ -187,9 +187,9 @@ def _find_spec(env_id):
             importlib.import_module(module)
         return gym.spec(registered_id)
     except (gym.error.Error, ImportError) as error:
-        name = env_id.rsplit("-v", 1)[0].lower()
+        name = registered_id.rsplit("-v", 1)[0].lower()
         newest = [known for known in gym.registry if known.rsplit("-v", 1)[0].lower() == name]
-        close = newest[-1:] or difflib.get_close_matches(env_id, gym.registry, n=1, cutoff=0.5)
+        close = newest[-1:] or difflib.get_close_matches(registered_id, gym.registry, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         reason = f": {error}" if isinstance(error, ImportError) else ""
         raise UsageError(f"there is no environment {env_id!r}{reason}{hint}") from None
@@ -276,7 +276,6 @@ class Envs:
         self.config, self.seed, self.rows, self.num_envs = config, seed, rows, num_envs
         self.envs = [make_env(config["env_id"], config["continuous"]) for _ in rows]
         self.action_space = self.envs[0].action_space
-        self._flat = len(self.envs[0].observation_space.shape) == 1
         self.obs = torch.zeros(num_envs, config["obs_dim"])
         self._rows = self.obs.numpy()[rows.start : rows.stop]  # the same memory
         self.actor = build_actor(config)  # its weights come with each call
@@ -301,8 +300,7 @@ class Envs:
             if actions is None:
                 continue
             for action in environment_actions(actions[index], self.action_space):
-                obs_i, _, terminated, truncated, _ = self.envs[i].step(action)
-                self._rows[i] = np.ravel(obs_i)
+                _, terminated, truncated = self._step(i, action)
                 if terminated or truncated:
                     break
             if not np.array_equal(self._rows[i], obs[index]):
@@ -318,14 +316,11 @@ class Envs:
         (row, [obs_dim] array) of the episodes cut by a time limit. An episode that has ended is
         followed at once by the first observation of the next.
         """
+        self.steps += 1
         rewards, terminated, truncated, cut = [], [], [], []
         for i, action in enumerate(environment_actions(actions, self.action_space)):
-            try:
-                obs, reward, term, trunc, _ = self.envs[i].step(action)
-                self._rows[i] = obs if self._flat else np.ravel(obs)
-                rewards.append(float(reward))
-            except Exception as error:
-                raise RunError(f"{self._where(i)} raised in step: {type(error).__name__}: {error}") from error
+            reward, term, trunc = self._step(i, action)
+            rewards.append(reward)
             terminated.append(term)
             truncated.append(trunc)
             if term or trunc:
@@ -334,11 +329,19 @@ class Envs:
                 self._check(i, reward)
                 self.episodes[i] += 1
                 self._reset(i)
-        self.steps += 1
         if not math.isfinite(sum(rewards) + self._rows.sum()):  # one sum tells for all, or that a closer look is due
             for i, reward in enumerate(rewards):
                 self._check(i, reward)
         return rewards, terminated, truncated, cut
+
+    def _step(self, i, action):
+        """One step of environment i, its observation flattened into row i: reward, terminated, truncated."""
+        try:
+            obs, reward, terminated, truncated, _ = self.envs[i].step(action)
+            self._rows[i] = np.ravel(obs)
+            return float(reward), bool(terminated), bool(truncated)
+        except Exception as error:
+            raise RunError(f"{self._where(i)} raised in step: {type(error).__name__}: {error}") from error
 
     def _check(self, i, reward):
         if not math.isfinite(reward):
@@ -428,6 +431,11 @@ def summarise(episodes, config):
 # ---------------------------------------------------------------------------------------------
 # Worker processes
 # ---------------------------------------------------------------------------------------------
+
+
+def available_cores():
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 class Workers:

@@ -20,7 +20,6 @@ flattened to [T*N, ...] for the update; a quantity per sample is 1-D.
 
 import argparse
 import functools
-import os
 import sys
 import time
 
@@ -339,7 +338,6 @@ def parse_args(argv=None):
         allow_abbrev=False,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=110),
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
     def add(group, flag, default, text, kind=int, low=None, high=None, letter=""):
         kind = common.number(kind, low, high) if low is not None else kind
@@ -405,7 +403,7 @@ def parse_args(argv=None):
             f"a rollout of {args.num_envs} x {args.num_steps} = {args.num_envs * args.num_steps} samples is smaller "
             f"than --minibatch-size {args.minibatch_size}"
         )
-    args.workers = min(args.workers or cores, args.num_envs)
+    args.workers = min(args.workers or common.available_cores(), args.num_envs)
     return args
 
 
