@@ -8,6 +8,7 @@ A machine's speed drifts, so every round measures all three and the ratios are o
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,15 +18,83 @@ from pathlib import Path
 
 import torch
 from stable_baselines3 import PPO
-from stable_baselines3.common.env_util import make_vec_env
 
 import common
 import ppo
+import sb3_reference
 
 
 def spread(values):
-    """[median, smallest, largest] of the measurements of all rounds."""
+    """[median, smallest, largest] of measurements."""
     return [statistics.median(values), min(values), max(values)]
+
+
+def microseconds(function, *args):
+    start = time.perf_counter()
+    function(*args)
+    return (time.perf_counter() - start) * 1e6
+
+
+# ---------------------------------------------------------------------------------------------
+# This PPO: whole processes, as a user starts them
+# ---------------------------------------------------------------------------------------------
+
+
+class OurRun:
+    """`python ppo.py` for some rollouts, in a process of its own, timed by its own metrics.csv."""
+
+    def __init__(self, argv, rollouts, env=None):
+        args = ppo.parse_args(argv)
+        steps = rollouts * args.num_envs * args.num_steps
+        self.folder = tempfile.TemporaryDirectory()
+        self.metrics = Path(self.folder.name, "bench", "metrics.csv")
+        self.first_row_s, self.memory_mb = None, []
+        command = [sys.executable, "ppo.py", *argv, "--total-timesteps", str(steps)]
+        command += ["--runs-dir", self.folder.name, "--run-name", "bench"]
+        here, environ = Path(__file__).parent, os.environ | (env or {})
+        self.start = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, cwd=here, env=environ, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def wait(self, watch_memory=False):
+        """Wait for its end. Then `rows` holds the figures of each rollout but the first, which warms up."""
+        while self.process.poll() is None:
+            if self.first_row_s is None:
+                if self.metrics.exists() and self.metrics.read_text().count("\n") > 1:
+                    self.first_row_s = time.perf_counter() - self.start
+            elif watch_memory:
+                self.memory_mb.append(group_memory_mb(self.process.pid))
+            time.sleep(0.02 if self.first_row_s is None else 0.2)
+        if self.process.returncode:
+            raise common.RunError(f"ppo.py ended with exit code {self.process.returncode}")
+        rows = [{k: float(v) for k, v in row.items() if v} for row in common.read_csv(self.metrics)]
+        self.after_last_row_s = time.time() - self.metrics.stat().st_mtime
+        self.rows = rows[1:]
+        self.folder.cleanup()
+        return self
+
+    @property
+    def steps_per_s(self):
+        return statistics.harmonic_mean([row["steps_per_s"] for row in self.rows])
+
+
+def group_memory_mb(group):
+    """Memory of a process group: proportional set sizes, which count what processes share once. Linux only."""
+    kilobytes = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                rollup = (process / "smaps_rollup").read_text()
+                kilobytes += int(rollup.partition("\nPss:")[2].split()[0])
+        except (OSError, IndexError):
+            pass  # it has ended meanwhile
+    return kilobytes / 1024
+
+
+# ---------------------------------------------------------------------------------------------
+# What it is compared with
+# ---------------------------------------------------------------------------------------------
 
 
 def step_bare(envs, num_steps):
@@ -42,166 +111,182 @@ def step_bare(envs, num_steps):
     return num_steps / (time.perf_counter() - start)
 
 
-def run_ours(args, rollouts, eval_every=0):
-    """A run of ppo.py as a user starts it. Returns seconds to the first row, and the rows after it as floats."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "ppo.py", "--runs-dir", folder, "--run-name", "bench", *ppo_arguments(args)]
-        command += [
-            "--total-timesteps",
-            str(rollouts * args.num_envs * args.num_steps),
-            "--eval-every",
-            str(eval_every),
-        ]
-        metrics = Path(folder, "bench", "metrics.csv")
-        start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 1):
-            time.sleep(0.02)
-        first_row = time.perf_counter() - start
-        if process.wait():
-            raise common.RunError(f"ppo.py ended with exit code {process.returncode}")
-        rows = [{k: float(v) for k, v in row.items() if v} for row in common.read_csv(metrics)]
-    return first_row, rows[1:]
-
-
-def ppo_arguments(args):
-    argv = ["--env-id", args.env_id, "--workers", str(args.workers)]
-    argv += ["--num-envs", str(args.num_envs), "--num-steps", str(args.num_steps)]
-    return argv + ["--continuous"] * args.continuous + ["--no-compile"] * (not args.compile)
-
-
 class TimedPPO(PPO):
     """Stable-Baselines3's PPO that notes how long its gradient steps take."""
 
     def train(self):
-        start = time.perf_counter()
-        super().train()
-        self.train_s = time.perf_counter() - start
+        self.train_us = microseconds(super().train)
 
 
 def make_sb3(args):
-    """Stable-Baselines3 at the page's hyper-parameters, warmed up by one rollout."""
-    kwargs = {"continuous": True} if args.continuous else {}
-    envs = make_vec_env(args.env_id, args.num_envs, seed=0, env_kwargs=kwargs)
-    model = TimedPPO(
-        "MlpPolicy", envs, n_steps=args.num_steps, batch_size=64, n_epochs=4, gamma=0.999, gae_lambda=0.98,
-        ent_coef=0.01, device="cpu", seed=0,
-    )  # fmt: skip
-    return model.learn(args.num_envs * args.num_steps)
+    """Stable-Baselines3 at ppo.py's hyper-parameters, warmed up by one rollout. args: from ppo.parse_args."""
+    return sb3_reference.make_model(args, algorithm=TimedPPO).learn(args.num_envs * args.num_steps)
 
 
 def run_sb3(model, threads):
     """One rollout and its update: (steps/s, microseconds per gradient step)."""
     torch.set_num_threads(threads)
     batch_size = model.n_envs * model.n_steps
-    start = time.perf_counter()
-    model.learn(batch_size, reset_num_timesteps=False)
+    seconds = microseconds(lambda: model.learn(batch_size, reset_num_timesteps=False)) / 1e6
     gradient_steps = model.n_epochs * -(-batch_size // model.batch_size)
-    return batch_size / (time.perf_counter() - start), model.train_s / gradient_steps * 1e6
+    return batch_size / seconds, model.train_us / gradient_steps
 
 
-def time_parts(args, config):
-    """Seconds to compile, microseconds per gradient step, and seconds of values, log-probabilities and GAE."""
-    torch.set_num_threads(1)
-    defaults = ppo.parse_args(ppo_arguments(args))
-    batch_size = args.num_envs * args.num_steps
-    nets = ppo.ActorCritic(common.build_actor(config), common.Critic(config["obs_dim"]))
-    theta = ppo.flatten(nets)
-    state = theta, torch.zeros_like(theta), torch.zeros_like(theta), torch.zeros((), dtype=torch.float64)
-    rollout = ppo.example_rollout(config, batch_size)
-    step = ppo.make_minibatch_step(nets, defaults)
-    start = time.perf_counter()
-    if args.compile:
-        step = ppo.compile_step(step, {defaults.minibatch_size}, theta, rollout)
-    compile_s = time.perf_counter() - start
-
-    shape = args.num_steps, args.num_envs
-    start = time.perf_counter()
-    with torch.no_grad():
-        dist, values = nets(torch.randn(*shape, config["obs_dim"]))
-        dist.log_prob(dist.sample())
-        ppo.compute_gae(torch.randn(shape), values, torch.zeros(shape), values[0], 0.999, 0.98)
-    gae_s = time.perf_counter() - start
-
-    times = []
-    for idx in torch.randperm(batch_size).repeat(8).split(defaults.minibatch_size)[:512]:
-        start = time.perf_counter()
-        with torch.no_grad():
-            step(*state, idx, *rollout)
-        times.append((time.perf_counter() - start) * 1e6)
-    return compile_s, statistics.median(times), gae_s
+# ---------------------------------------------------------------------------------------------
+# Its parts, in this process
+# ---------------------------------------------------------------------------------------------
 
 
-def bench(args):
-    """All measurements as {name: number or [median, smallest, largest]}."""
-    config = common.policy_config(args.env_id, args.continuous)
-    cores = common.available_cores()
-    args.workers = args.workers or cores
-    compile_s, gradient_step_us, gae_s = time_parts(args, config)
-    sb3 = make_sb3(args)
-    first_rows, rows, bare, sb3_runs = [], [], [], {threads: [] for threads in {1, cores}}
-    ends = []
+class Parts:
+    """The learner's side of one rollout: its update in pieces, and single decisions of the actor."""
+
+    def __init__(self, args, config):
+        torch.set_num_threads(1)
+        self.args, self.obs_dim = args, config["obs_dim"]
+        self.batch_size = args.num_envs * args.num_steps
+        self.nets = ppo.ActorCritic(common.build_actor(config), common.Critic(self.obs_dim, args.hidden))
+        self.learner = ppo.make_learner(self.nets)
+        self.rollout = ppo.example_rollout(config, self.batch_size)
+        self.steps = self.compile() if args.compile else ppo.make_minibatch_steps(self.nets, args)
+
+    def compile(self):
+        shape = ppo.MINIBATCHES_PER_CALL, self.args.minibatch_size
+        return ppo.compile_steps(ppo.make_minibatch_steps(self.nets, self.args), {shape}, self.learner, self.rollout)
+
+    @torch.no_grad()
+    def gradient_steps_us(self, count=512):
+        torch.set_num_threads(1)
+        per_call = ppo.MINIBATCHES_PER_CALL
+        calls = torch.randint(self.batch_size, (count // per_call, per_call, self.args.minibatch_size))
+        return [microseconds(self.steps, *self.learner.values(), idx, *self.rollout) / per_call for idx in calls]
+
+    @torch.no_grad()
+    def values_and_gae_s(self):
+        shape = self.args.num_steps, self.args.num_envs
+        obs, rewards, dones = torch.randn(*shape, self.obs_dim), torch.randn(shape), torch.zeros(shape)
+
+        def values_and_gae():
+            dist, values = self.nets(obs)
+            dist.log_prob(dist.sample())
+            ppo.compute_gae(rewards, values, dones, values[0], self.args.gamma, self.args.gae_lambda)
+
+        return min(microseconds(values_and_gae) for _ in range(3)) / 1e6
+
+    @torch.inference_mode()
+    def decision_us(self, count=2000):
+        """One deterministic action at batch size 1 as a torch module; common.decision_us plays it in NumPy."""
+        obs = torch.randn(1, self.obs_dim)
+        return statistics.median(microseconds(self.nets.actor.mode, obs) for _ in range(count))
+
+
+# ---------------------------------------------------------------------------------------------
+# The whole bench
+# ---------------------------------------------------------------------------------------------
+
+
+def bench(argv, rounds, rollouts):
+    """All measurements as {name: number or [median, smallest, largest]}. argv: ppo.py's arguments."""
+    args = ppo.parse_args(argv)
+    config = common.policy_config(args.env_id, args.continuous, args.hidden)
+    cores, batch_size = common.available_cores(), args.num_envs * args.num_steps
+    quiet = [*argv, "--eval-every", "0"]
+    parts, sb3 = Parts(args, config), make_sb3(args)
+    ours, bare, gradient_us, sb3_runs = [], [], [], {threads: [] for threads in {1, cores}}
     with common.Workers(cores, config, 0, cores) as workers:
-        for _ in range(args.rounds):
-            first_row, after = run_ours(args, args.rollouts)
-            first_rows.append(first_row)
-            rows += after
-            ends.append(statistics.harmonic_mean([row["steps_per_s"] for row in after]))
-            workers.start(step_bare, args.num_steps * 10)
+        for _ in range(rounds):
+            ours.append(OurRun(quiet, rollouts).wait())
+            workers.start(step_bare, 20 * args.num_steps)
             bare.append(sum(workers.results()))
+            gradient_us += parts.gradient_steps_us()
             for threads, runs in sb3_runs.items():
                 runs.append(run_sb3(sb3, threads))
-    _, evaluated = run_ours(args, args.rollouts, eval_every=25_000)
+    evaluated = OurRun(argv, rollouts).wait(watch_memory=True)
+    pair = [OurRun([*quiet, "--workers", "1"], rollouts) for _ in range(2)]
+    pair_speed = sum(run.wait().steps_per_s for run in pair)
+    cold_s = None
+    if args.compile:
+        with tempfile.TemporaryDirectory() as cache:
+            cold_s = OurRun(quiet, 3, {"TORCHINDUCTOR_CACHE_DIR": cache}).wait().first_row_s
+
+    rows = [row for run in ours for row in run.rows]
+    speed = statistics.median(run.steps_per_s for run in ours)
+    bare_speed = statistics.median(bare)
     best = max(sb3_runs.values(), key=lambda runs: statistics.median(speed for speed, _ in runs))
-    ours = statistics.median(ends)
-    theirs, theirs_us = (spread(column) for column in zip(*best, strict=True))
-    batch_size, bare_speed = args.num_envs * args.num_steps, statistics.median(bare)
-    waited = sum(row["eval_s"] for row in evaluated)
-    total = sum(row[k] for row in evaluated for k in ("rollout_s", "update_s", "eval_s"))
+    sb3_speeds, sb3_us = zip(*best, strict=True)
+    gradient_step = statistics.median(gradient_us)
+    first_row = statistics.median(run.first_row_s for run in ours)
+    waiting = sum(row["eval_s"] for row in evaluated.rows) / sum(batch_size / r["steps_per_s"] for r in evaluated.rows)
     budget = 2_000_000 if config["actor"] == "categorical" else 1_000_000
-    return {
-        "this PPO, steps/s": spread(ends),
-        "Stable-Baselines3, steps/s": theirs,
+    found = {
+        "this PPO, steps/s": spread([run.steps_per_s for run in ours]),
+        "Stable-Baselines3, steps/s": spread(sb3_speeds),
         f"bare stepping on {cores} cores, steps/s": spread(bare),
-        "this PPO / Stable-Baselines3": ours / theirs[0],
-        "this PPO / bare stepping": ours / bare_speed,
+        "this PPO / Stable-Baselines3": speed / statistics.median(sb3_speeds),
+        "this PPO / bare stepping": speed / bare_speed,
         "rollout / bare stepping": batch_size / statistics.median(row["rollout_s"] for row in rows) / bare_speed,
         "rollout, s": spread([row["rollout_s"] for row in rows]),
         "update, s": spread([row["update_s"] for row in rows]),
-        "  of it values, log-probabilities and GAE, s": gae_s,
-        "waiting for evaluations, share": waited / total,
-        "gradient step, us": gradient_step_us,
-        "Stable-Baselines3's gradient step, us": theirs_us,
-        "gradient step, times faster": theirs_us[0] / gradient_step_us,
-        "compile, s": compile_s,
-        "start to the first row of metrics.csv, s": spread(first_rows),
-        f"a whole run of {budget:,} steps without evaluation, minutes": (statistics.median(first_rows) + budget / ours)
+        "  of it values, log-probabilities and GAE, s": parts.values_and_gae_s(),
+        "gradient step, us": spread(gradient_us),
+        "Stable-Baselines3's gradient step, us": spread(sb3_us),
+        "gradient step, times faster": statistics.median(sb3_us) / gradient_step,
+        "waiting for evaluations, share of the time": waiting,
+        "from the last row to the end, both final evaluations, s": evaluated.after_last_row_s,
+        "compile, cache warm, s": microseconds(parts.compile) / 1e6 if args.compile else None,
+        "start to the first row of metrics.csv, cache warm, s": spread([run.first_row_s for run in ours]),
+        "start to the first row of metrics.csv, cache cold, s": cold_s,
+        f"a whole run of {budget:,} steps, evaluations included, minutes": (
+            first_row + budget / speed / (1 - waiting) + evaluated.after_last_row_s
+        )
         / 60,
+        "two runs with one worker side by side / this PPO": pair_speed / speed,
+        "memory of all processes, MB": spread(evaluated.memory_mb) if any(evaluated.memory_mb) else None,
+        "one decision at batch size 1, torch, us": parts.decision_us(),
+        "one decision at batch size 1, NumPy, us": common.decision_us(parts.nets.actor, config),
     }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def scale(argv, rollouts):
+    """A Markdown table of steps/s over workers, environments and layer sizes, as its lines."""
+    num_envs = (8, 16, 32, 64)
+    yield f"| hidden | workers | {' | '.join(f'{n} environments' for n in num_envs)} |"
+    yield "|---|---|" + "---|" * len(num_envs)
+    for hidden in ("64", "256"):
+        for workers in sorted({1, common.available_cores()}):
+            flags = [*argv, "--eval-every", "0", "--workers", str(workers), "--hidden", hidden, hidden]
+            speeds = (OurRun([*flags, "--num-envs", str(n)], rollouts).wait().steps_per_s for n in num_envs)
+            yield f"| {hidden}, {hidden} | {workers} | {' | '.join(f'{speed:,.0f}' for speed in speeds)} |"
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
+    """(arguments of the bench, ppo.py's arguments)."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py",
+        description=f"{__doc__.splitlines()[0]} Any flag of ppo.py may be given too, such as "
+        "--env-id, --continuous, --workers, --num-envs or --hidden.",
+        allow_abbrev=False,
+    )
     count = common.number(int, 1)
-    parser.add_argument("--env-id", default="LunarLander-v3", help="[LunarLander-v3]")
-    parser.add_argument("--continuous", action="store_true", help="the variant with continuous actions")
-    parser.add_argument("--workers", type=count, metavar="INT", help="rollout processes [one per core]")
-    parser.add_argument("--num-envs", type=count, default=16, metavar="INT", help="[16]")
-    parser.add_argument("--num-steps", type=count, default=1024, metavar="INT", help="[1024]")
     parser.add_argument("--rounds", type=count, default=3, metavar="INT", help="turns of each of the three [3]")
-    parser.add_argument("--rollouts", type=common.number(int, 3), default=12, metavar="INT", help="a turn of ours [12]")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="[on]")
+    parser.add_argument("--rollouts", type=common.number(int, 3), default=10, metavar="INT", help="a turn of ours [10]")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    if args.num_envs * args.num_steps < 64:
-        parser.error("a rollout is smaller than a minibatch of 64")
-    return args
+    parser.add_argument(
+        "--scale", action="store_true", help="steps/s over workers, environments and layer sizes instead"
+    )
+    args, rest = parser.parse_known_args(argv)
+    ppo.parse_args(rest)  # so that what it refuses is refused before anything is measured
+    return args, rest
 
 
 def main(argv=None):
     def script():
-        args = parse_args(argv)
-        found = bench(args)
+        args, ppo_argv = parse_args(argv)
+        if args.scale:
+            for line in scale(ppo_argv, args.rollouts):
+                print(line, flush=True)
+            return
+        found = bench(ppo_argv, args.rounds, args.rollouts)
         if args.json:
             print(json.dumps(found, indent=2))
             return

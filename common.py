@@ -1,8 +1,10 @@
 """What the scripts share: networks, environments, evaluation, worker processes and run folders."""
 
 import argparse
+import copy
 import csv
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -28,7 +30,6 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
-from torch.nn.functional import linear
 from tqdm import tqdm
 
 # Held-out seeds (page sections 6 and 7). Training episodes start from seeds below 2**28, far away.
@@ -53,31 +54,50 @@ class RunError(Exception):
 
 
 class MLP(nn.Module):
-    """in_dim -> 64 -> 64 -> out_dim with tanh; orthogonal weights, gain sqrt(2) inside, zero biases."""
+    """in_dim -> *hidden -> out_dim with tanh; orthogonal weights, gain sqrt(2) inside, zero biases."""
 
-    def __init__(self, in_dim, out_dim, out_gain, hidden=64):
+    def __init__(self, in_dim, out_dim, out_gain, hidden=(64, 64)):
         super().__init__()
-        self.layers = nn.ModuleList()
-        sizes = (in_dim, hidden, hidden, out_dim)
-        for sizes_of_layer, gain in zip(itertools.pairwise(sizes), (2**0.5, 2**0.5, out_gain), strict=True):
-            layer = nn.Linear(*sizes_of_layer)
-            nn.init.orthogonal_(layer.weight, gain)
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in itertools.pairwise((in_dim, *hidden, out_dim)))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, out_gain if layer is self.layers[-1] else 2**0.5)
             nn.init.zeros_(layer.bias)
-            self.layers.append(layer)
 
     def forward(self, x):
-        *hidden, out = self.layers
-        for layer in hidden:  # linear() and not layer(): a module call costs as much as the layer at batch size 16
-            x = torch.tanh(linear(x, layer.weight, layer.bias))
-        return linear(x, out.weight, out.bias)
+        return mlp([(layer.weight, layer.bias) for layer in self.layers], x)
+
+
+def mlp(layers, x):
+    """The network as a function: layers [(weight, bias), ...], x [n, in_dim] -> [n, out_dim]; tensors or arrays."""
+    *hidden, (out_weight, out_bias) = layers
+    for weight, bias in hidden:
+        x = array_module(x).tanh(x @ weight.T + bias)
+    return x @ out_weight.T + out_bias
+
+
+def array_module(x):
+    """The module that x belongs to: torch for a tensor, numpy for an array."""
+    return torch if isinstance(x, torch.Tensor) else np
+
+
+def as_numpy(actor):
+    """A copy of an actor that takes and gives arrays: 4 times as fast at the batch sizes of an environment loop."""
+    actor = copy.deepcopy(actor)
+    layers = [(np.asfortranarray(x.weight.detach()), x.bias.detach().numpy()) for x in actor.net.layers]
+    del actor.net  # a registered module must go before a plain function can have its name
+    actor.net = functools.partial(mlp, layers)
+    for name, param in list(actor.named_parameters()):
+        delattr(actor, name)
+        setattr(actor, name, param.detach().numpy())
+    return actor
 
 
 class CategoricalActor(nn.Module):
     """pi(a|s) for Discrete actions: a softmax over an MLP's logits. 4,996 parameters for 8 -> 4."""
 
-    def __init__(self, obs_dim, n_actions):
+    def __init__(self, obs_dim, n_actions, hidden=(64, 64)):
         super().__init__()
-        self.net = MLP(obs_dim, n_actions, out_gain=0.01)
+        self.net = MLP(obs_dim, n_actions, out_gain=0.01, hidden=hidden)
         self.noise_dim = n_actions
 
     def forward(self, obs):
@@ -103,9 +123,9 @@ class GaussianActor(nn.Module):
     Page section 7. 4,868 parameters for 8 -> 2.
     """
 
-    def __init__(self, obs_dim, act_dim):
+    def __init__(self, obs_dim, act_dim, hidden=(64, 64)):
         super().__init__()
-        self.net = MLP(obs_dim, act_dim, out_gain=0.01)
+        self.net = MLP(obs_dim, act_dim, out_gain=0.01, hidden=hidden)
         self.log_std = nn.Parameter(torch.zeros(act_dim))
         self.noise_dim = act_dim
 
@@ -124,15 +144,15 @@ class GaussianActor(nn.Module):
 
     def sample(self, obs, noise):
         """a ~ pi(.|s) as a function of its noise, mu + sigma * noise: [n, obs_dim] -> [n, act_dim]."""
-        return torch.addcmul(self.net(obs), self.log_std.exp(), noise)
+        return self.net(obs) + array_module(obs).exp(self.log_std) * noise
 
 
 class Critic(nn.Module):
     """V(s), [n, obs_dim] -> [n]. 4,801 parameters for 8 inputs."""
 
-    def __init__(self, obs_dim):
+    def __init__(self, obs_dim, hidden=(64, 64)):
         super().__init__()
-        self.net = MLP(obs_dim, 1, out_gain=1.0)
+        self.net = MLP(obs_dim, 1, out_gain=1.0, hidden=hidden)
 
     def forward(self, obs):
         return self.net(obs).squeeze(-1)
@@ -143,7 +163,7 @@ ACTORS = {"categorical": CategoricalActor, "gaussian": GaussianActor}
 
 def build_actor(config):
     """The actor that a policy config (see `policy_config`) describes, with fresh weights."""
-    return ACTORS[config["actor"]](config["obs_dim"], config["act_dim"])
+    return ACTORS[config["actor"]](config["obs_dim"], config["act_dim"], config["hidden"])
 
 
 def explained_variance(values, returns):
@@ -212,7 +232,7 @@ def _make(spec, kwargs):
         raise UsageError(f"{spec.id} cannot be made: {type(error).__name__}: {error}") from None
 
 
-def policy_config(env_id, continuous=False):
+def policy_config(env_id, continuous=False, hidden=(64, 64)):
     """All that playing a policy takes besides its weights; stored in every policy file.
 
     Raises UsageError where the spaces are not supported: observations are a Box, flattened to a
@@ -236,6 +256,7 @@ def policy_config(env_id, continuous=False):
         "actor": actor,
         "obs_dim": int(np.prod(observations.shape)),
         "act_dim": act_dim,
+        "hidden": list(hidden),
         "solved_return": None if threshold is None else float(threshold),
     }
 
@@ -247,7 +268,8 @@ def environment_actions(actions, space):
     """
     if isinstance(space, Discrete):
         return actions + space.start if space.start else actions
-    return actions.clip(space.low.ravel(), space.high.ravel()).reshape(-1, *space.shape)
+    clipped = np.minimum(np.maximum(actions, space.low.ravel()), space.high.ravel())  # a third of clip's time
+    return clipped.reshape(-1, *space.shape)
 
 
 def stream(purpose, seed, *index):
@@ -274,10 +296,14 @@ class Envs:
 
     def __init__(self, config, seed, num_envs, rows):
         self.config, self.seed, self.rows, self.num_envs = config, seed, rows, num_envs
-        self.envs = [make_env(config["env_id"], config["continuous"]) for _ in rows]
+        # gymnasium's checker warns about a badly made environment; one of them is enough to tell
+        self.envs = [
+            make_env(config["env_id"], config["continuous"], disable_env_checker=True if i else None) for i in rows
+        ]
         self.action_space = self.envs[0].action_space
-        self.obs = torch.zeros(num_envs, config["obs_dim"])
-        self._rows = self.obs.numpy()[rows.start : rows.stop]  # the same memory
+        self.obs = np.zeros((num_envs, config["obs_dim"]), dtype=np.float32)
+        self._rows = self.obs[rows.start : rows.stop]  # a view
+        self._unflattened = self._rows.reshape(len(rows), *self.envs[0].observation_space.shape)  # another
         self.actor = build_actor(config)  # its weights come with each call
         self.episodes = [0] * len(rows)  # which episode each environment is in
         self.steps = 0  # how many steps each environment has taken
@@ -338,7 +364,7 @@ class Envs:
         """One step of environment i, its observation flattened into row i: reward, terminated, truncated."""
         try:
             obs, reward, terminated, truncated, _ = self.envs[i].step(action)
-            self._rows[i] = np.ravel(obs)
+            self._unflattened[i] = obs
             return float(reward), bool(terminated), bool(truncated)
         except Exception as error:
             raise RunError(f"{self._where(i)} raised in step: {type(error).__name__}: {error}") from error
@@ -353,7 +379,7 @@ class Envs:
         """Begin the episode that environment i is in."""
         try:
             obs, _ = self.envs[i].reset(seed=episode_seed(self.seed, self.rows[i], self.episodes[i]))
-            self._rows[i] = np.ravel(obs)
+            self._unflattened[i] = obs
         except Exception as error:
             raise RunError(f"{self._where(i)} raised in reset: {type(error).__name__}: {error}") from error
         self._check(i, 0.0)
@@ -375,34 +401,56 @@ class Envs:
 # ---------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
+def play(actor, env, seed, deterministic=True):
+    """One episode from a reset seed, step by step: yields (obs, action, reward, terminated, truncated).
+
+    obs is the observation that the action answers, [obs_dim]; the action is the one that the
+    environment was given. actor: from `as_numpy`. deterministic: the argmax or the mean (page section
+    3.5); otherwise a sample, from a generator of the episode's own.
+    """
+    rng = np.random.default_rng(seed)
+    obs, _ = env.reset(seed=int(seed))
+    ended = False
+    while not ended:
+        state = np.array(obs, dtype=np.float32).reshape(1, -1)
+        action = actor.mode(state) if deterministic else actor.sample(state, actor.noise(rng, 1))
+        action = environment_actions(action, env.action_space)[0]
+        obs, reward, terminated, truncated, _ = env.step(action)
+        ended = terminated or truncated
+        yield state[0], action, float(reward), terminated, truncated
+
+
 def evaluate(actor, config, seeds, deterministic=True):
     """Play one episode from each seed and return {field: [len(seeds)] array} over EPISODE_FIELDS.
 
-    deterministic: the argmax or the mean (page section 3.5); otherwise a sample, from a generator
-    of the episode's own. Episodes are played one at a time at batch size 1, so that none depends
-    on its company. `landed` (the lander came to rest, its last reward +100) and `fuel` (the sum of
-    the engine penalties: 0.30 main, 0.03 side, scaled by throttle) are NaN off LunarLander.
+    Episodes are played one at a time at batch size 1, so that none depends on its company. `landed`
+    (the lander came to rest, its last reward +100) and `fuel` (the sum of the engine penalties: 0.30
+    main, 0.03 side, scaled by throttle) are NaN off LunarLander.
     """
+    actor = as_numpy(actor)
     env = make_env(config["env_id"], config["continuous"])
     lander = hasattr(env.unwrapped, "lander")
     episodes = []
     for seed in seeds:
-        rng = np.random.default_rng(seed)
-        obs, _ = env.reset(seed=int(seed))
-        total, length, fuel, ended = 0.0, 0, 0.0, False
-        while not ended:
-            state = torch.from_numpy(np.array(obs, dtype=np.float32).reshape(1, -1))
-            action = actor.mode(state) if deterministic else actor.sample(state, torch.from_numpy(actor.noise(rng, 1)))
-            action = environment_actions(action.numpy(), env.action_space)[0]
-            obs, reward, terminated, truncated, _ = env.step(action)
-            total, length, ended = total + float(reward), length + 1, terminated or truncated
+        total, length, fuel = 0.0, 0, 0.0
+        for _, action, reward, terminated, truncated in play(actor, env, seed, deterministic):  # noqa: B007
+            total, length = total + reward, length + 1
             fuel += lander_fuel(action) if lander else float("nan")
         landed = float(terminated and reward == 100) if lander else float("nan")
         episodes.append((total, length, truncated and not terminated, landed, fuel))
     env.close()
     columns = zip(*episodes, strict=True) if episodes else [()] * len(EPISODE_FIELDS)
     return {field: np.array(column) for field, column in zip(EPISODE_FIELDS, columns, strict=True)}
+
+
+def decision_us(actor, config, count=2000):
+    """Median microseconds that one deterministic decision takes at batch size 1, as `play` makes it."""
+    actor, obs, times = as_numpy(actor), np.zeros((1, config["obs_dim"]), dtype=np.float32), []
+    for _ in range(count):
+        start = time.perf_counter()
+        actor.mode(obs)
+        times.append((time.perf_counter() - start) * 1e6)
+    return float(np.median(times))
 
 
 def lander_fuel(action):
@@ -446,7 +494,8 @@ class Workers:
     """
 
     def __init__(self, num_workers, config, seed, num_envs):
-        context = _start_method()
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's, in the processes to come: each has one core
+        context = start_method()
         bounds = [num_envs * w // num_workers for w in range(num_workers + 1)]
         self.rows = [range(*pair) for pair in itertools.pairwise(bounds)]
         self.connections, self.processes = [], []
@@ -513,7 +562,7 @@ class Workers:
         self.close()
 
 
-def _start_method():
+def start_method():
     """Fork from a clean server process where there is one: quick, and safe beside threads."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -634,7 +683,7 @@ def run_name(name):
 
 def versions():
     """What a result may depend on besides its arguments."""
-    packages = ("torch", "gymnasium", "numpy", "Box2D", "stable-baselines3")
+    packages = ("torch", "gymnasium", "numpy", "Box2D", "stable-baselines3", "sb3-contrib")
     found = {}
     for package in packages:
         try:
@@ -647,7 +696,15 @@ def versions():
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
-    return {"python": platform.python_version(), **found, "platform": platform.platform(), "git_commit": commit}
+    machine = {"platform": platform.platform(), "cpu": cpu_name(), "cores": available_cores()}
+    return {"python": platform.python_version(), **found, **machine, "git_commit": commit}
+
+
+def cpu_name():
+    try:
+        return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):
+        return platform.processor() or platform.machine()
 
 
 class CsvLog:
@@ -660,25 +717,35 @@ class CsvLog:
             kept = read_csv(path)[:rows]
             if len(kept) < rows:
                 raise UsageError(f"{path} has {len(kept)} rows of the {rows} that its checkpoint counts")
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
-        write_atomically(path, buffer.getvalue().encode())
+        save_csv(path, fields, kept)
         self.rows = kept
 
     def append(self, row):
-        """Add a row. Numbers are written so that float32 survives; what is NaN or None is left empty."""
-        text = {field: format_number(row[field]) for field in self.fields}
+        """Add a row, {field: value}."""
+        text = csv_row(self.fields, row)
         with open(self.path, "a", newline="") as file:
             csv.DictWriter(file, self.fields, lineterminator="\n").writerow(text)
         self.rows.append(text)
 
 
-def format_number(value):
-    if value is None or value != value:
-        return ""
-    return str(value) if isinstance(value, (int, str)) else format(value, ".9g")
+def csv_row(fields, row):
+    """A row as text. Numbers are written so that float32 survives; what is NaN or None is left empty."""
+
+    def text(value):
+        if value is None or value != value:
+            return ""
+        return str(value) if isinstance(value, (int, str)) else format(value, ".9g")
+
+    return {field: text(row[field]) for field in fields}
+
+
+def save_csv(path, fields, rows):
+    """A whole CSV file at once."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(csv_row(fields, row) for row in rows)
+    write_atomically(path, buffer.getvalue().encode())
 
 
 def read_csv(path):
@@ -788,17 +855,18 @@ class Run:
     Opening it creates the folder, or checks that it was made with the same arguments.
     """
 
-    def __init__(self, args, config):
+    def __init__(self, args, config, prefix="ppo"):
         self.args, self.config = args, config
         if args.total_timesteps is None:
             args.total_timesteps = 2_000_000 if config["actor"] == "categorical" else 1_000_000
         variant = "-continuous" if args.continuous else ""
-        name = args.run_name or run_name(f"ppo_{args.env_id}{variant}_s{args.seed}")
+        name = args.run_name or run_name(f"{prefix}_{args.env_id}{variant}_s{args.seed}")
         if name != Path(name).name or name in (".", ".."):
             raise UsageError(f"--run-name {name!r} is not the name of a folder inside --runs-dir")
         self.path = Path(args.runs_dir) / name
         self.batch_size = args.num_envs * args.num_steps
         self.update = 0  # how many rollouts have been trained on
+        self.gradient_steps = 0
         self.episodes = EpisodeLog(args.num_envs)
         self.best, self.first_solved, self.wall_s = None, None, 0.0
         self._row_ended = None
@@ -848,7 +916,7 @@ class Run:
             for name, tensor in learner.items():
                 tensor.copy_(state["learner"][name])
             self.update, self.best, self.first_solved = state["update"], state["best"], state["first_solved"]
-            self.wall_s = state["wall_s"]
+            self.gradient_steps, self.wall_s = state["gradient_steps"], state["wall_s"]
             self.episodes.restore(state["episodes"])
         rows = (state["metrics_rows"], state["evals_rows"]) if state else (0, 0)
         self.metrics = CsvLog(self.path / "metrics.csv", METRICS, rows[0])
@@ -914,13 +982,15 @@ class Run:
             self.best = row["mean_return"]
             save_policy(self.path / "best.pt", weights, self.config, self.env_steps)
 
-    def log_update(self, row, clock):
+    def log_update(self, row, gradient_steps, clock):
         """A row of metrics.csv for the update that just ended; clock: when its phases began and ended."""
         self.update += 1
+        self.gradient_steps += gradient_steps
         seconds = dict(zip(("rollout_s", "update_s", "eval_s"), np.diff(clock).tolist(), strict=True))
         began, self._row_ended = self._row_ended or clock[0], time.monotonic()
         row = row | seconds | {"steps_per_s": self.batch_size / (self._row_ended - began)}  # logging included
-        row |= {"env_steps": self.env_steps, "episodes": sum(self.episodes.count)}
+        row |= {"env_steps": self.env_steps, "gradient_steps": self.gradient_steps}
+        row["episodes"] = sum(self.episodes.count)
         row["train_return_100"] = self.episodes.mean(0)
         self.metrics.append(row)
         for tag, column in TENSORBOARD.items():
@@ -939,6 +1009,7 @@ class Run:
         state = {
             "learner": learner,
             "update": self.update,
+            "gradient_steps": self.gradient_steps,
             "best": self.best,
             "first_solved": self.first_solved,
             "wall_s": self.elapsed(),
@@ -968,6 +1039,7 @@ class Run:
                 result[name] = {"env_steps": saved["env_steps"], **summary, "returns": episodes["return"].tolist()}
         result["first_solved_steps"] = self.first_solved
         result["wall_clock_s"] = self.elapsed()
+        result["decision_us"] = decision_us(load_policy(self.path / "final.pt")[0], self.config)
         result["diagnostics"] = diagnostics(self.metrics.rows)
         self.progress.close()
         save_json(self.path / "result.json", result)
@@ -1016,7 +1088,7 @@ class Progress:
         parts = {
             "return": row["train_return_100"],
             "eval": float(run.evals.rows[-1]["mean_return"]) if run.evals.rows else None,
-            "KL": row["approx_kl"],
+            "KL": row["exact_kl"] if row["approx_kl"] is None else row["approx_kl"],
         }
         formats = {"return": "{:.1f}", "eval": "{:.1f}", "KL": "{:.4f}"}
         parts = {k: formats[k].format(value) if value is not None else "-" for k, value in parts.items()}
@@ -1034,24 +1106,23 @@ class Progress:
 def diagnostics(rows):
     """The diagnostics of a whole run in a few numbers, from the rows of metrics.csv."""
 
-    def column(name):
-        return np.array([float(row[name]) for row in rows if row[name]])
+    def over(name, function):
+        values = np.array([float(row[name]) for row in rows if row[name]])
+        return float(function(values)) if len(values) else None
 
-    kl, clip, ev = column("approx_kl"), column("clip_frac"), column("explained_variance")
-    std, train_return = column("action_std"), column("train_return_100")
     return {
-        "approx_kl_median": float(np.median(kl)),
-        "approx_kl_max": float(kl.max()),
-        "clip_frac_median": float(np.median(clip)),
-        "clip_frac_max": float(clip.max()),
-        "clip_frac_above_0.3": float((clip > 0.3).mean()),
-        "explained_variance_last": float(ev[-1]) if len(ev) else None,
-        "explained_variance_end": float(ev[-max(1, len(ev) // 10) :].mean()) if len(ev) else None,  # its last tenth
-        "entropy_first": float(column("entropy")[0]),
-        "entropy_last": float(column("entropy")[-1]),
-        "action_std_first": float(std[0]) if len(std) else None,
-        "action_std_last": float(std[-1]) if len(std) else None,
-        "train_return_last": float(train_return[-1]) if len(train_return) else None,
+        "approx_kl_median": over("approx_kl", np.median),
+        "approx_kl_max": over("approx_kl", np.max),
+        "clip_frac_median": over("clip_frac", np.median),
+        "clip_frac_max": over("clip_frac", np.max),
+        "clip_frac_above_0.3": over("clip_frac", lambda x: (x > 0.3).mean()),
+        "explained_variance_last": over("explained_variance", lambda x: x[-1]),
+        "explained_variance_end": over("explained_variance", lambda x: x[-max(1, len(x) // 10) :].mean()),  # last tenth
+        "entropy_first": over("entropy", lambda x: x[0]),
+        "entropy_last": over("entropy", lambda x: x[-1]),
+        "action_std_first": over("action_std", lambda x: x[0]),
+        "action_std_last": over("action_std", lambda x: x[-1]),
+        "train_return_last": over("train_return_100", lambda x: x[-1]),
     }
 
 
@@ -1061,7 +1132,7 @@ KL_SPIKE = 0.03  # three times the largest k3 of the page's ten runs
 def verdict(found, deterministic_return):
     """What the diagnostics say, in words (page sections 4.1 to 4.3 and 7). found: from `diagnostics`."""
     said = []
-    if found["approx_kl_max"] > KL_SPIKE:
+    if (found["approx_kl_max"] or 0) > KL_SPIKE:
         said.append(
             f"a KL spike to {found['approx_kl_max']:.3f}: some update moved the policy too far, "
             "lower the learning rate or the epochs"
@@ -1086,10 +1157,12 @@ def verdict(found, deterministic_return):
             )
     if said:
         return "; ".join(said)
-    critic = "" if explained is None else f", explained variance {explained:.2f} at the end"
-    return (
-        f"healthy: KL at most {found['approx_kl_max']:.4f}, clip fraction at most {found['clip_frac_max']:.2f}{critic}"
+    figures = (
+        ("KL at most {:.4f}", found["approx_kl_max"]),
+        ("clip fraction at most {:.2f}", found["clip_frac_max"]),
+        ("explained variance {:.2f} at the end", explained),
     )
+    return "healthy: " + ", ".join(text.format(value) for text, value in figures if value is not None)
 
 
 def closing_lines(run, result):

@@ -95,8 +95,10 @@ def ppo_loss(dist, values, actions, logp_old, advantages, returns, *, clip_eps, 
 
 
 # ---------------------------------------------------------------------------------------------
-# One Adam step on one minibatch
+# One Adam step on each minibatch
 # ---------------------------------------------------------------------------------------------
+
+MINIBATCHES_PER_CALL = 4  # calling the compiled function costs a fifth of a step; more take longer to compile
 
 
 class ActorCritic(nn.Module):
@@ -125,58 +127,84 @@ def unflatten(theta, module):
     return {name: part.view_as(p) for name, part, p in zip(names, parts, params, strict=True)}
 
 
+def make_learner(nets):
+    """What learning moves, in flat tensors: theta, on which the nets are views, and Adam's m, v and decay."""
+    theta = flatten(nets)
+    decay = torch.ones(2, dtype=torch.float64)
+    return {"theta": theta, "m": torch.zeros_like(theta), "v": torch.zeros_like(theta), "decay": decay}
+
+
 def clip_norm(grad, max_norm):
     """The gradient scaled down to at most max_norm, over actor and critic together; and its norm before."""
     norm = grad.norm()
     return grad * (max_norm / (norm + 1e-6)).clamp(max=1), norm
 
 
-def adam_(theta, m, v, step, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
-    """Adam on the flat parameter vector, in place (Kingma & Ba 2015, algorithm 1)."""
-    step += 1
+def adam_(theta, m, v, decay, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
+    """Adam on the flat parameter vector, in place (Kingma & Ba 2015, algorithm 1).
+
+    decay: [2] float64, beta1^t and beta2^t as running products; the powers would cost a tenth of a gradient step.
+    """
+    decay *= torch.tensor([beta1, beta2], dtype=decay.dtype)
     m.lerp_(grad, 1 - beta1)
     v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    m_hat = m / (1 - beta1**step)
-    v_hat = v / (1 - beta2**step)
+    m_hat = m / (1 - decay[0])
+    v_hat = v / (1 - decay[1])
     theta -= learning_rate * m_hat / (v_hat.sqrt() + eps)
 
 
-def make_minibatch_step(nets, args):
-    """minibatch_step(theta, m, v, step, idx, obs, actions, logp_old, advantages, returns) -> STATS.
+def minibatches(rng, batch_size, size):
+    """One epoch of shuffled minibatches, as index tensors [n, size] with n to a call of the compiled function.
 
-    Takes the rows idx of the flattened rollout through loss, gradient, clip and Adam, in place.
+    What is left over makes a smaller one at the end.
+    """
+    order = torch.from_numpy(rng.permutation(batch_size))
+    whole = batch_size - batch_size % size
+    yield from order[:whole].view(-1, size).split(MINIBATCHES_PER_CALL)
+    if whole < batch_size:
+        yield order[None, whole:]
+
+
+def make_minibatch_steps(nets, args):
+    """minibatch_steps(theta, m, v, decay, idx, obs, actions, logp_old, advantages, returns) -> STATS of each step.
+
+    Takes each row of idx, [n, minibatch_size] indices into the flattened rollout, through loss, gradient, clip
+    and Adam, in place.
     """
 
     def loss_of(theta, obs, *batch):
         dist, values = functional_call(nets, unflatten(theta, nets), obs)
         return ppo_loss(dist, values, *batch, clip_eps=args.clip_eps, vf_coef=args.vf_coef, ent_coef=args.ent_coef)
 
-    def minibatch_step(theta, m, v, step, idx, *rollout):
-        batch = [x[idx] for x in rollout]
-        grad, (_, stats) = grad_and_value(loss_of, has_aux=True)(theta, *batch)
-        grad, grad_norm = clip_norm(grad, args.max_grad_norm)
-        adam_(theta, m, v, step, grad, args.learning_rate, args.adam_eps)
-        return torch.cat([stats, grad_norm[None]])
+    def minibatch_steps(theta, m, v, decay, idx, *rollout):
+        stats = []
+        for rows in idx:
+            batch = [x[rows] for x in rollout]
+            grad, (_, loss_stats) = grad_and_value(loss_of, has_aux=True)(theta, *batch)
+            grad, grad_norm = clip_norm(grad, args.max_grad_norm)
+            adam_(theta, m, v, decay, grad, args.learning_rate, args.adam_eps)
+            stats.append(torch.cat([loss_stats, grad_norm[None]]))
+        return torch.stack(stats)
 
-    return minibatch_step
+    return minibatch_steps
 
 
-def compile_step(minibatch_step, sizes, theta, rollout):
-    """The step as one native function, compiled for each minibatch size; the plain one where that fails.
+def compile_steps(minibatch_steps, shapes, learner, rollout):
+    """The steps as one native function, compiled for each shape of idx; the plain one where that fails.
 
-    Only the size of idx changes between calls, so only that is checked on each call.
+    Only the shape of idx changes between calls, so only that is checked on each call.
     """
     torch.compiler.reset()  # what an earlier run in this process compiled is not ours
     options = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [guard.name == "idx" for guard in guards]}
-    compiled = torch.compile(minibatch_step, fullgraph=True, dynamic=False, options=options)
+    compiled = torch.compile(minibatch_steps, fullgraph=True, dynamic=False, options=options)
     try:
-        for size in sizes:
-            state = [theta.clone(), *(torch.zeros_like(theta) for _ in "mv"), torch.zeros((), dtype=torch.float64)]
-            compiled(*state, torch.zeros(size, dtype=torch.int64), *rollout)
+        for shape in shapes:
+            state = [x.clone() for x in learner.values()]
+            compiled(*state, torch.zeros(shape, dtype=torch.int64), *rollout)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         print(f"the update could not be compiled and runs several times slower: {reason}", file=sys.stderr)
-        return minibatch_step
+        return minibatch_steps
     return compiled
 
 
@@ -185,21 +213,20 @@ def compile_step(minibatch_step, sizes, theta, rollout):
 # ---------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def collect(envs, weights, update, num_steps):
     """T steps of one worker's environments under pi_old: rows [T, n, ...] of the rollout's buffers.
 
     V, log pi and the time-limit bootstrap need no environment; `train` computes them afterwards for
     the whole rollout at once, since pi_old does not move meanwhile.
     """
-    actor = common.load_weights(envs.actor, weights)
+    actor = common.as_numpy(common.load_weights(envs.actor, weights))
     own = slice(envs.rows.start, envs.rows.stop)
-    noise = torch.zeros(num_steps, envs.num_envs, actor.noise_dim)
+    noise = np.zeros((num_steps, envs.num_envs, actor.noise_dim), dtype=np.float32)
     for i in envs.rows:
-        noise[:, i] = torch.from_numpy(actor.noise(common.stream("actions", envs.seed, i, update), num_steps))
+        noise[:, i] = actor.noise(common.stream("actions", envs.seed, i, update), num_steps)
     obs, actions, rewards, terminated, truncated, final_obs = [], [], [], [], [], []
     for t in range(num_steps):
-        action = actor.sample(envs.obs, noise[t])[own].numpy()
+        action = actor.sample(envs.obs, noise[t])[own]
         obs.append(envs.current)
         actions.append(action)
         reward, term, trunc, cut = envs.step(action)
@@ -229,26 +256,25 @@ def rollout(shares):
 def train(args):
     """Train one run, or take up an unfinished one, and return its folder (a Path)."""
     torch.set_num_threads(1)
-    config = common.policy_config(args.env_id, args.continuous)
+    config = common.policy_config(args.env_id, args.continuous, args.hidden)
     run = common.Run(args, config)
     if run.finished:
         print(f"{run.path} has finished already; --overwrite starts it over")
         return run.path
 
     torch.manual_seed(args.seed)
-    nets = ActorCritic(common.build_actor(config), common.Critic(config["obs_dim"]))
-    theta = flatten(nets)
-    m, v, step = torch.zeros_like(theta), torch.zeros_like(theta), torch.zeros((), dtype=torch.float64)
-    learner = {"theta": theta, "m": m, "v": v, "step": step}
+    nets = ActorCritic(common.build_actor(config), common.Critic(config["obs_dim"], args.hidden))
+    learner = make_learner(nets)
     run.restore(learner)
     with common.Workers(args.workers, config, args.seed, args.num_envs) as workers, run:
         run.begin_environments(workers)
         batch_size = args.num_envs * args.num_steps
-        minibatch_step = make_minibatch_step(nets, args)
+        minibatch_steps = make_minibatch_steps(nets, args)
         if args.compile:
             run.progress.say("compiling the gradient step, about 20 s the first time on a machine")
-            sizes = {min(args.minibatch_size, batch_size - i) for i in range(0, batch_size, args.minibatch_size)}
-            minibatch_step = compile_step(minibatch_step, sizes, theta, example_rollout(config, batch_size))
+            epoch = minibatches(np.random.default_rng(0), batch_size, args.minibatch_size)
+            shapes = {idx.shape for idx in epoch}
+            minibatch_steps = compile_steps(minibatch_steps, shapes, learner, example_rollout(config, batch_size))
 
         while run.env_steps < args.total_timesteps:
             clock = [time.monotonic()]
@@ -282,10 +308,10 @@ def train(args):
                 rng = common.stream("minibatches", args.seed, run.update)
                 stats = []
                 for _ in range(args.update_epochs):
-                    for idx in torch.from_numpy(rng.permutation(batch_size)).split(args.minibatch_size):
-                        stats.append(minibatch_step(theta, m, v, step, idx, *batch))
-                stats = torch.stack(stats).double()
-                check_finite(stats, theta)
+                    for idx in minibatches(rng, batch_size, args.minibatch_size):
+                        stats.append(minibatch_steps(*learner.values(), idx, *batch))
+                stats = torch.cat(stats).double()
+                check_finite(stats, learner["theta"])
                 exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
             clock.append(time.monotonic())
 
@@ -296,9 +322,9 @@ def train(args):
             last_epoch = stats[-(len(stats) // args.update_epochs) :]
             row["approx_kl_last_epoch"] = last_epoch[:, STATS.index("approx_kl")].mean().item()
             row |= {"exact_kl": exact_kl.item(), "explained_variance": explained_variance}
-            row |= {"gradient_steps": int(step), "learning_rate": args.learning_rate}
+            row["learning_rate"] = args.learning_rate
             row["action_std"] = nets.actor.log_std.exp().mean().item() if config["actor"] == "gaussian" else None
-            run.log_update(row, clock)
+            run.log_update(row, len(stats), clock)
             run.save_checkpoint(learner)
 
         run.save_checkpoint(learner, now=True)
@@ -377,6 +403,15 @@ def parse_args(argv=None):
     add(group, "--learning-rate", 3e-4, "Adam's step size", float, 0)
     add(group, "--adam-eps", 1e-5, "Adam's epsilon", float, 0)
     add(group, "--max-grad-norm", 0.5, "gradient clip, actor and critic together", float, 0)
+
+    group.add_argument(
+        "--hidden",
+        type=common.number(int, 1),
+        nargs="+",
+        default=[64, 64],
+        metavar="INT",
+        help="sizes of the hidden layers, of actor and critic alike [64 64]",
+    )
 
     group = parser.add_argument_group("machine")
     group.add_argument(

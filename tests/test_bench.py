@@ -12,6 +12,6 @@ def test_bench_reports_every_figure():
     result = subprocess.run([sys.executable, *argv], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert len(found) == 16
+    assert len(found) == 20
     for value in found.values():
         assert all(number >= 0 for number in (value if isinstance(value, list) else [value]))

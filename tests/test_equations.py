@@ -13,8 +13,8 @@ from torch.distributions import kl_divergence
 import common
 import ppo
 
-CATEGORICAL = {"actor": "categorical", "obs_dim": 8, "act_dim": 4}
-GAUSSIAN = {"actor": "gaussian", "obs_dim": 8, "act_dim": 2}
+CATEGORICAL = {"actor": "categorical", "obs_dim": 8, "act_dim": 4, "hidden": [64, 64]}
+GAUSSIAN = {"actor": "gaussian", "obs_dim": 8, "act_dim": 2, "hidden": [64, 64]}
 
 
 def make_nets(config, seed=0):
@@ -205,6 +205,24 @@ def test_sample_follows_the_distribution(config):
         torch.testing.assert_close(actions.std(0), dist.stddev[0], atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("config", [CATEGORICAL, GAUSSIAN, CATEGORICAL | {"hidden": [16]}, GAUSSIAN | {"hidden": []}])
+def test_numpy_copy_is_the_same_actor(config):
+    actor = make_nets(config, seed=3).actor
+    with torch.no_grad():
+        for param in actor.parameters():
+            param += torch.randn_like(param)
+    copy, obs = common.as_numpy(actor), torch.randn(50, 8)
+    noise = actor.noise(np.random.default_rng(0), 50)
+    for ours, theirs in (
+        (copy.net(obs.numpy()), actor.net(obs)),
+        (copy.mode(obs.numpy()), actor.mode(obs)),
+        (copy.sample(obs.numpy(), noise), actor.sample(obs, torch.from_numpy(noise))),
+    ):
+        assert isinstance(ours, np.ndarray) and ours.dtype in (np.float32, np.int64)
+        torch.testing.assert_close(torch.from_numpy(ours), theirs.detach())
+    assert len(list(actor.parameters())) == 2 * len(actor.net.layers) + (config["actor"] == "gaussian")
+
+
 def test_parameter_counts_and_initialisation():
     def count(module):
         return sum(p.numel() for p in module.parameters())
@@ -235,40 +253,50 @@ def test_adam_and_clip_are_torchs():
     theta = torch.randn(100)
     reference = torch.nn.Parameter(theta.clone())
     adam = torch.optim.Adam([reference], lr=3e-4, eps=1e-5)
-    m, v, step = torch.zeros(100), torch.zeros(100), torch.zeros((), dtype=torch.float64)
+    m, v, decay = torch.zeros(100), torch.zeros(100), torch.ones(2, dtype=torch.float64)
     for i in range(20):
         reference.grad = torch.randn(100) * 10 ** (i % 5 - 3)
         grad, norm = ppo.clip_norm(reference.grad.clone(), 0.5)
         assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_([reference], 0.5).item())
-        ppo.adam_(theta, m, v, step, grad, 3e-4, 1e-5)
+        ppo.adam_(theta, m, v, decay, grad, 3e-4, 1e-5)
         adam.step()
     torch.testing.assert_close(theta, reference.detach(), atol=1e-6, rtol=0)
 
 
-def run_step(config, minibatch_step=None, n=64):
+def run_steps(config, compiled=None, n=64):
     nets = make_nets(config)
-    theta = ppo.flatten(nets)
+    learner = ppo.make_learner(nets)
     batch = make_batch(nets, n)
-    state = theta, torch.zeros_like(theta), torch.zeros_like(theta), torch.zeros((), dtype=torch.float64)
-    step = ppo.make_minibatch_step(nets, default_args())
-    step = minibatch_step(step, nets, batch) if minibatch_step else step
-    return nets, theta, [step(*state, idx, *batch) for idx in torch.arange(n).split(32)], batch
+    steps = ppo.make_minibatch_steps(nets, default_args())
+    steps = compiled(steps, learner, batch) if compiled else steps
+    stats = [steps(*learner.values(), idx, *batch) for idx in ppo.minibatches(np.random.default_rng(0), n, 32)]
+    return nets, learner["theta"], torch.cat(stats), batch
+
+
+@given(st.integers(2, 300), st.integers(2, 40))
+def test_minibatches_hold_every_sample_once(batch_size, size):
+    size = min(size, batch_size)
+    calls = list(ppo.minibatches(np.random.default_rng(0), batch_size, size))
+    assert sorted(torch.cat([idx.flatten() for idx in calls]).tolist()) == list(range(batch_size))
+    sizes = [len(rows) for idx in calls for rows in idx]
+    assert sizes == [size] * (batch_size // size) + [batch_size % size] * (batch_size % size > 0)
 
 
 @pytest.mark.parametrize("config", [CATEGORICAL, pytest.param(GAUSSIAN, marks=pytest.mark.slow)])
 def test_compiled_equals_uncompiled(config):
     """Also for a left-over minibatch of one sample, which trains without a NaN."""
 
-    def compiled(step, nets, batch):
-        theta = torch.cat([p.flatten() for p in nets.parameters()]).detach()
-        native = ppo.compile_step(step, (32, 1), theta, batch)
-        assert native is not step, "no C++ compiler here"
+    def compiled(steps, learner, batch):
+        native = ppo.compile_steps(
+            steps, {idx.shape for idx in ppo.minibatches(np.random.default_rng(0), 65, 32)}, learner, batch
+        )
+        assert native is not steps, "no C++ compiler here"
         return native
 
-    _, plain, plain_stats, _ = run_step(config, n=65)
-    _, native, native_stats, _ = run_step(config, compiled, n=65)
+    _, plain, plain_stats, _ = run_steps(config, n=65)
+    _, native, native_stats, _ = run_steps(config, compiled, n=65)
     torch.testing.assert_close(native, plain, atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.stack(native_stats), torch.stack(plain_stats), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(native_stats, plain_stats, atol=1e-3, rtol=1e-3)
     assert native.isfinite().all() and len(plain_stats) == 3
 
 
@@ -283,7 +311,7 @@ def test_gradient_step_equals_stable_baselines3(continuous):
     sb3.set_logger(Logger(None, []))
     sb3._current_progress_remaining = 1.0
     nets = make_nets(GAUSSIAN if continuous else CATEGORICAL)
-    theta = ppo.flatten(nets)
+    learner = ppo.make_learner(nets)
 
     def pairs():
         policy = sb3.policy
@@ -313,12 +341,8 @@ def test_gradient_step_equals_stable_baselines3(continuous):
     buffer.full = True
     sb3.train()
 
-    step = ppo.make_minibatch_step(nets, default_args())
-    zeros = torch.zeros_like(theta)
-    stats = step(
-        theta, zeros, zeros.clone(), torch.zeros((), dtype=torch.float64), torch.arange(64),
-        obs, actions, logp_old, advantages, returns,
-    )  # fmt: skip
+    steps = ppo.make_minibatch_steps(nets, default_args())
+    (stats,) = steps(*learner.values(), torch.arange(64)[None], obs, actions, logp_old, advantages, returns)
     assert stats[ppo.STATS.index("clip_frac")] > 0.1
     for ours, theirs in pairs():
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)

@@ -1,0 +1,499 @@
+"""Every figure, and the results table, from run folders alone.
+
+    python plot.py runs/             # figures/*.png
+    python plot.py runs/ --table     # the results table as Markdown, beside the page's numbers
+
+Runs are told apart by their config.json: ours, Stable-Baselines3's (sb3_reference.py), each action space. A figure
+whose runs are not there is left out, and said to be.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import common
+from eval_stochastic import CSV_NAME
+
+# Okabe and Ito's colours, told apart by the colour-blind and in grey print
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
+NAMES = {"ppo": "this PPO", "sb3-ppo": "Stable-Baselines3", "sb3-a2c": "SB3's A2C", "sb3-trpo": "SB3's TRPO"}
+COLOURS = {"ppo": BLUE, "sb3-ppo": ORANGE, "sb3-a2c": GREEN, "sb3-trpo": PURPLE}
+SPACES = {False: "discrete", True: "continuous"}
+MILLION = 1e6
+plt.rcParams.update({
+    "figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.25, "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 9.5,
+    "figure.constrained_layout.use": True,
+})  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+class LoadedRun:
+    """A run folder's rows as arrays of floats, NaN where a cell is empty; as far as an unfinished run goes."""
+
+    def __init__(self, path):
+        self.path = path
+        config = common.read_json(path / "config.json")
+        try:
+            args = config["args"]
+            self.seed, self.kind = args["seed"], f"sb3-{args['algo']}" if "algo" in args else "ppo"
+            self.env_id, self.continuous = args["env_id"], args["continuous"]
+            self.solved_return, self.versions = config["policy"]["solved_return"], config["versions"]
+        except (KeyError, TypeError) as error:
+            raise common.UsageError(f"{path / 'config.json'} is not a run's: {error!r}") from None
+        self.metrics, self.evals = columns(path / "metrics.csv"), columns(path / "evals.csv")
+        result = path / "result.json"
+        self.result = common.read_json(result) if result.exists() else None
+
+
+def columns(path):
+    """A CSV file of numbers as {field: array}; {} where there is none."""
+    rows = common.read_csv(path) if path.exists() else []
+    try:
+        return {field: np.array([float(row[field] or "nan") for row in rows]) for field in (rows[0] if rows else ())}
+    except (ValueError, TypeError) as error:
+        raise common.UsageError(f"{path} cannot be read: {error}") from None
+
+
+def load_runs(root):
+    """{(kind, continuous): runs by seed} of the LunarLander runs, or of the one other environment, below root."""
+    groups = defaultdict(list)
+    for path in common.find_runs(root):
+        run = LoadedRun(path)
+        groups[run.env_id, run.kind, run.continuous].append(run)
+    if not groups:
+        raise common.UsageError(f"there is no run at or below {root}")
+    return {key: sorted(runs, key=lambda run: run.seed) for key, runs in sorted(groups.items())}
+
+
+# ---------------------------------------------------------------------------------------------
+# Estimates
+# ---------------------------------------------------------------------------------------------
+
+
+def bootstrap(values, level=0.95, resamples=2000):
+    """Percentile bootstrap interval of the mean over seeds. values: [seeds, ...] -> (low, high), each [...]."""
+    values = np.asarray(values, dtype=np.float64)
+    picks = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
+    means = values[picks].mean(axis=1)
+    return tuple(np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0))
+
+
+def together(runs, table, field):
+    """Where every run has a row and a value: (env_steps [x], values [seeds, x]). Nothing is filled in."""
+    parts = [getattr(run, table) for run in runs]
+    if not all(field in part for part in parts):
+        return np.array([]), np.empty((len(runs), 0))
+    steps = parts[0]["env_steps"]
+    for part in parts[1:]:
+        steps = np.intersect1d(steps, part["env_steps"])
+    values = np.array([part[field][np.isin(part["env_steps"], steps)] for part in parts])
+    whole = np.isfinite(values).all(axis=0)
+    return steps[whole], values[:, whole]
+
+
+# ---------------------------------------------------------------------------------------------
+# Figures
+# ---------------------------------------------------------------------------------------------
+
+
+def draw(axis, runs, table, field, colour, label, style="-"):
+    """Every seed thin as far as it goes; where all are there, their mean and, from two seeds, its 95 % band."""
+    for run in runs:
+        if field in getattr(run, table):
+            part = getattr(run, table)
+            axis.plot(part["env_steps"] / MILLION, part[field], style, color=colour, lw=0.5, alpha=0.35)
+    steps, values = together(runs, table, field)
+    if values.size:
+        axis.plot(steps / MILLION, values.mean(axis=0), style, color=colour, lw=1.6, label=label)
+        if len(values) > 1:
+            axis.fill_between(steps / MILLION, *bootstrap(values), color=colour, alpha=0.2, lw=0)
+
+
+def seeds(runs):
+    return f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+
+
+def figure_clip():
+    """Page section 2.1: the per-sample objective against the ratio."""
+    from ppo import clipped_surrogate
+
+    ratio, eps = torch.linspace(0, 2, 401), 0.2
+    figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.9), sharex=True)
+    for axis, advantage in zip(axes, (1.0, -1.0), strict=True):
+        objective = clipped_surrogate(ratio, torch.full_like(ratio, advantage), eps)
+        axis.plot(ratio, ratio * advantage, "--", color=GREY, lw=1.2, label="$r A$, unclipped")
+        axis.plot(ratio, objective, color=BLUE, lw=2.2, label="$L^{CLIP}$, eq. (4)")
+        flat = ratio > 1 + eps if advantage > 0 else ratio < 1 - eps
+        axis.axvspan(
+            ratio[flat].min().item(), ratio[flat].max().item(), color=ORANGE, alpha=0.12, lw=0, label="gradient 0"
+        )
+        axis.axvline(1, color=GREY, lw=0.8)
+        axis.plot([1], [advantage], "o", color=BLUE, ms=5)
+        axis.set(title=f"advantage $A = {advantage:+.0f}$", xlabel=r"ratio $r = \pi_\theta / \pi_{old}$", xlim=(0, 2))
+        axis.set_xticks([0, 1 - eps, 1, 1 + eps, 2], ["0", r"$1-\epsilon$", "1", r"$1+\epsilon$", "2"])
+        axis.legend(loc="upper left" if advantage > 0 else "lower left")
+    axes[0].set_ylabel("objective of one sample")
+    return figure
+
+
+def figure_curves(ours, sb3, space):
+    """All that a run logs, against environment steps."""
+    figure, axes = plt.subplots(2, 3, figsize=(10.5, 5.6), sharex=True)
+    panels = (
+        ("train_return_100", "metrics", "training return\n(sampled actions, last 100 episodes)", "return"),
+        ("mean_return", "evals", "deterministic evaluation\n(10 held-out starts)", "return"),
+        (None, "metrics", "KL between old and new policy", "nats"),
+        ("clip_frac", "metrics", r"clip fraction, $|r - 1| > \epsilon$", "share of samples"),
+        ("entropy", "metrics", "entropy of the policy", "nats"),
+        ("explained_variance", "metrics", "explained variance of the critic", "share of variance"),
+    )
+    for axis, (field, table, title, unit) in zip(axes.flat, panels, strict=True):
+        axis.set(title=title, ylabel=unit)
+        if field is None:
+            for name, label, colour, style in (
+                ("approx_kl", "$k_3$, eq. (6)", BLUE, "-"),
+                ("kl_k1", "$k_1$", GREEN, "--"),
+                ("kl_k2", "$k_2$", PURPLE, ":"),
+                ("exact_kl", "exact, after the update", GREY, "-"),
+            ):
+                draw(axis, ours, "metrics", name, colour, label, style)
+            if sb3:
+                draw(axis, sb3, "metrics", "exact_kl", ORANGE, "exact, Stable-Baselines3")
+            axis.set_ylim(bottom=0)
+            axis.legend(ncols=2)
+            continue
+        if sb3:
+            draw(axis, sb3, table, field, ORANGE, f"Stable-Baselines3, {seeds(sb3)}")
+        draw(axis, ours, table, field, BLUE, f"this PPO, {seeds(ours)}")
+        if unit == "return":
+            lowest = min((np.nanmin(run.evals.get("mean_return", [0])) for run in ours), default=0)
+            axis.axhline(ours[0].solved_return or 0, color=GREY, lw=0.8, ls=":")
+            axis.set_ylim(bottom=max(lowest, -600))
+    axes[0, 0].legend(loc="lower right")
+    for axis in axes[1]:
+        axis.set_xlabel("environment steps, millions")
+    figure.suptitle(f"{ours[0].env_id}, {space} actions: mean over seeds with 95 % bootstrap band; each seed thin")
+    return figure
+
+
+def figure_against_sb3(groups, env_id):
+    """Deterministic evaluations of ours and of every Stable-Baselines3 algorithm there is."""
+    present = [c for c in (False, True) if (env_id, "ppo", c) in groups]
+    figure, axes = plt.subplots(1, len(present), figsize=(4.6 * len(present) + 0.6, 3.4), squeeze=False)
+    for axis, continuous in zip(axes[0], present, strict=True):
+        for kind in reversed(NAMES):
+            runs = groups.get((env_id, kind, continuous))
+            if runs:
+                draw(axis, runs, "evals", "mean_return", COLOURS[kind], f"{NAMES[kind]}, {seeds(runs)}")
+        solved = groups[env_id, "ppo", continuous][0].solved_return
+        if solved is not None:
+            axis.axhline(solved, color=GREY, lw=0.8, ls=":")
+        axis.set(title=f"{SPACES[continuous]} actions", xlabel="environment steps, millions", ylim=(-600, 320))
+        axis.legend(loc="lower right")
+    axes[0, 0].set_ylabel("return of the deterministic policy\non 10 held-out starts")
+    return figure
+
+
+def figure_stochastic(rows, env_runs):
+    """Deterministic against sampled return of each of our final policies. rows: of eval_stochastic.csv."""
+    by_space = {c: [row for row in rows if row["continuous"] == c] for c in (False, True)}
+    present = [c for c in by_space if by_space[c]]
+    figure, axes = plt.subplots(1, len(present), figsize=(3.4 * len(present) + 0.6, 3.2), squeeze=False, sharey=True)
+    for axis, continuous in zip(axes[0], present, strict=True):
+        for way, offset, colour, marker in (("deterministic", -0.12, BLUE, "o"), ("sampled", 0.12, ORANGE, "s")):
+            x = [row["seed"] + offset for row in by_space[continuous]]
+            mean = [float(row[f"{way}_mean"]) for row in by_space[continuous]]
+            error = [float(row[f"{way}_std"]) for row in by_space[continuous]]
+            axis.errorbar(x, mean, error, fmt=marker, color=colour, ms=5, lw=1, capsize=2, label=way)
+        if env_runs[0].solved_return is not None:
+            axis.axhline(env_runs[0].solved_return, color=GREY, lw=0.8, ls=":")
+        axis.set(title=f"{SPACES[continuous]} actions", xlabel="seed of the run")
+        axis.set_xticks(sorted({row["seed"] for row in by_space[continuous]}))
+    axes[0, 0].set_ylabel("return on 50 held-out starts\n(mean and standard deviation of episodes)")
+    axes[0, 0].legend(loc="lower left")
+    return figure
+
+
+def figure_estimators(groups):
+    """k1, k2 and k3 of each rollout's last figures against the exact KL. groups: {title: runs}."""
+    figure, axes = plt.subplots(1, len(groups), figsize=(4.0 * len(groups) + 0.6, 3.6), squeeze=False)
+    for axis, (title, runs) in zip(axes[0], groups.items(), strict=True):
+        top = 0.0
+        for field, label, colour, marker in (
+            ("kl_k1", "$k_1$", GREEN, "x"),
+            ("kl_k2", "$k_2$", PURPLE, "+"),
+            ("approx_kl", "$k_3$", BLUE, "."),
+        ):
+            exact = np.concatenate([run.metrics["exact_kl"] for run in runs if field in run.metrics])
+            estimate = np.concatenate([run.metrics[field] for run in runs if field in run.metrics])
+            axis.plot(exact, estimate, marker, color=colour, ms=4, alpha=0.6, label=label)
+            top = max(top, np.nanquantile(exact, 0.995))
+        axis.plot([0, top], [0, top], color=GREY, lw=0.8, label="equal")
+        axis.set(title=title, xlabel="exact KL after the update, nats", xlim=(0, top * 1.05), ylim=(0, top * 1.05))
+        axis.legend(loc="upper left")
+    axes[0, 0].set_ylabel("estimate, mean over the update's steps, nats")
+    return figure
+
+
+STAGES = ("000.0", "002.5", "010.0", "025.0", "050.0", "100.0")
+
+
+def figure_progression(run, starts):
+    """Paths of the lander from the same starts with each snapshot (page section 6.3); None where some are missing."""
+    paths = [run.path / "snapshots" / f"{stage}.pt" for stage in STAGES]
+    if not all(path.exists() for path in paths):
+        return None
+    figure, axes = plt.subplots(1, len(STAGES), figsize=(12, 3.1), sharex=True, sharey=True)
+    for axis, path in zip(axes, paths, strict=True):
+        actor, config = common.load_policy(path)
+        numpy_actor, env = common.as_numpy(actor), common.make_env(config["env_id"], config["continuous"])
+        episodes = common.evaluate(actor, config, starts)
+        for seed, landed in zip(starts, episodes["landed"], strict=True):
+            flown = np.array([obs[:2] for obs, *_ in common.play(numpy_actor, env, seed)])
+            axis.plot(*flown.T, color=BLUE if landed else ORANGE, lw=0.7, alpha=0.8, ls="-" if landed else "--")
+        env.close()
+        found = common.summarise(episodes, config)
+        axis.set(xlim=(-1.1, 1.1), ylim=(-0.1, 1.7), title=f"{float(path.stem):g} % of training")
+        axis.text(
+            0.5, -0.22, f"return {found['mean_return']:.0f}, landed {found['landed']:.0%}\n"
+            f"fuel {found['mean_fuel']:.0f}, {found['mean_length']:.0f} steps",
+            transform=axis.transAxes, ha="center", va="top", fontsize=8,
+        )  # fmt: skip
+    axes[0].set_ylabel("height (1.4: the start)")
+    axes[0].plot([], [], color=BLUE, label="lands")
+    axes[0].plot([], [], color=ORANGE, ls="--", label="does not")
+    axes[0].legend(loc="upper left")
+    figure.suptitle(f"{run.env_id}, seed {run.seed}: the same {len(starts)} held-out starts, deterministic actions")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------
+
+PAGE = {  # the page's numbers, sections 3.5, 6, 6.1 and 7: {row: (discrete, continuous)}
+    "final": ("275.9 ± 2.5", "265.0 ± 2.9"),
+    "solved": ("99.6 %", "100 %"),
+    "best": ("275.7 ± 2.6", ""),
+    "first": ("612,762", "419,430"),
+    "kl": ("0.0036 to 0.0043; 0.0101", "; 0.0052 to 0.0064"),
+    "clip": ("0.038 to 0.045; 0.121", "0.041 to 0.045"),
+    "ev": ("0.94 to 0.99", "0.97 to 0.99"),
+    "entropy": ("1.38 → 0.60 to 0.69", "2.85 → 2.51 to 2.86"),
+    "sampled": ("269 to 279", "144 to 156"),
+    "timeouts": ("", "90 to 100 %"),
+    "start_entropy": ("0.27 to 0.44", ""),
+    "decision": ("92", "99"),
+    "minutes": ("15.8", "8.5"),
+}
+PAGE_SB3 = "274.0 ± 0.6"
+
+
+def summary(values, digits=1, interval=True):
+    """mean ± standard deviation over seeds [95 % interval of the mean]."""
+    values = np.array([value for value in values if value is not None and value == value], dtype=np.float64)
+    if not len(values):
+        return ""
+    text = f"{values.mean():,.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {values.std(ddof=1):,.{digits}f}"
+        if interval:
+            text += " [{:,.{d}f}, {:,.{d}f}]".format(*bootstrap(values), d=digits)
+    return text
+
+
+def span(values, digits):
+    """smallest to largest."""
+    values = [value for value in values if value is not None and value == value]
+    if not values:
+        return ""
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def percent(shares):
+    """Mean of shares, as on the page: 99.6 %, 100 %."""
+    return f"{100 * np.mean(shares):.1f} %".replace(".0 %", " %") if shares else ""
+
+
+def results_table(groups, env_id, stochastic):
+    """The Markdown table's lines: page, ours, Stable-Baselines3. stochastic: from `read_stochastic`."""
+
+    def column(kind, continuous):
+        runs = [run for run in groups.get((env_id, kind, continuous), []) if run.result]
+        results = [run.result for run in runs]
+        both = [stochastic[run.path.name] for run in runs if run.path.name in stochastic]
+
+        def of(name, field):
+            return [r[name][field] if r[name] else None for r in results]
+
+        def found(field):
+            return [r["diagnostics"][field] for r in results]
+
+        def played(field):
+            return [float(row[field]) for row in both if row[field]]
+
+        first = [r["first_solved_steps"] for r in results]
+        reached = [steps for steps in first if steps]
+        kl, clip = span(found("approx_kl_median"), 4), span(found("clip_frac_median"), 3)
+        entropy = span(found("entropy_first"), 2)
+        return {
+            "final": summary(of("final", "mean_return")),
+            "solved": percent(of("final", "solved")),
+            "best": summary(of("best", "mean_return")) if all(r["best"] for r in results) else "",
+            "first": summary(reached, 0, False)
+            + (f" ({len(reached)} of {len(first)})" if len(reached) < len(first) else ""),
+            "kl": kl and f"{kl}; {max(found('approx_kl_max')):.4f}",
+            "clip": clip and f"{clip}; {max(found('clip_frac_max')):.3f}",
+            "ev": span(found("explained_variance_end"), 2),
+            "entropy": entropy and f"{entropy} → {span(found('entropy_last'), 2)}",
+            "sampled": span(played("sampled_mean"), 0),
+            "timeouts": percent(played("sampled_truncated")),
+            "start_entropy": span(played("start_entropy"), 2),
+            "decision": span([np.median([r["decision_us"] for r in results])] if results else [], 1),
+            "minutes": summary([r["wall_clock_s"] / 60 for r in results], 1, False),
+            "seeds": str(len(runs)) if runs else "",
+        }
+
+    rows = {
+        "final": "final policy, return on 50 held-out episodes",
+        "solved": "of these episodes solved (return at least 200)",
+        "best": "best checkpoint, the same 50 episodes",
+        "first": "environment steps to the first evaluation of at least 200",
+        "kl": "approximate KL k3: medians; largest",
+        "clip": "clip fraction: medians; largest",
+        "ev": "explained variance at the end",
+        "entropy": "entropy, nats, first → last",
+        "sampled": "final policy with sampled actions",
+        "timeouts": "timed out with sampled actions",
+        "start_entropy": "entropy at the start states, nats",
+        "decision": "one decision at batch size 1, microseconds",
+        "minutes": "minutes a run",
+        "seeds": "seeds",
+    }
+    for continuous in (False, True):
+        ours, sb3 = column("ppo", continuous), column("sb3-ppo", continuous)
+        if not ours["seeds"]:
+            continue
+        yield f"| {SPACES[continuous]} actions | page | this PPO | Stable-Baselines3 |"
+        yield "|---|---|---|---|"
+        page = {key: values[continuous] for key, values in PAGE.items()} | {"seeds": "5"}
+        for key, title in rows.items():
+            theirs = sb3[key]
+            if key == "final" and not continuous and theirs:
+                theirs += f" (page: {PAGE_SB3})"
+            yield f"| {title} | {page[key]} | {ours[key]} | {theirs} |"
+        for kind in ("sb3-a2c", "sb3-trpo"):
+            other = column(kind, continuous)
+            if other["seeds"]:
+                yield f"| {NAMES[kind]}, final policy; {other['seeds']} seeds | | | {other['final']} |"
+        yield ""
+    machines = sorted({f"{r.versions['cpu']}, {r.versions['cores']} cores" for runs in groups.values() for r in runs})
+    yield (
+        '± is the standard deviation over seeds, [ ] the 95 % bootstrap interval of their mean, "to" spans the seeds. '
+        f"Minutes with two runs side by side. Machine: {'; '.join(machines)}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+
+def read_stochastic(root):
+    """Rows of every eval_stochastic.csv below root, by the name of the run's folder."""
+    rows = {}
+    for path in sorted(Path(root).rglob(CSV_NAME)):
+        rows |= {Path(row["run"]).name: row for row in common.read_csv(path)}
+    return rows
+
+
+def median_run(runs):
+    """The finished run whose final return is the median (page section 6.3); None where none has finished."""
+    finished = sorted((run for run in runs if run.result), key=lambda run: run.result["final"]["mean_return"])
+    return finished[len(finished) // 2] if finished else None
+
+
+def figures(groups, env_id, stochastic):
+    """Yields (name, figure, or why there is none)."""
+    yield "clip", figure_clip()
+    ours = {c: groups[env_id, "ppo", c] for c in (False, True) if (env_id, "ppo", c) in groups}
+    if not ours:
+        yield "curves", f"no run of ppo.py on {env_id}"
+        return
+    for continuous, runs in ours.items():
+        sb3 = groups.get((env_id, "sb3-ppo", continuous), [])
+        yield f"curves-{SPACES[continuous]}", figure_curves(runs, sb3, SPACES[continuous])
+    yield "ours-and-sb3", figure_against_sb3(groups, env_id)
+    rows = []
+    for continuous, runs in ours.items():
+        played = [run for run in runs if run.path.name in stochastic]
+        rows += [stochastic[run.path.name] | {"seed": run.seed, "continuous": continuous} for run in played]
+    every = [run for runs in ours.values() for run in runs]
+    yield "deterministic-and-sampled", figure_stochastic(rows, every) if rows else "run eval_stochastic.py first"
+    yield "kl-estimators", figure_estimators({f"{SPACES[c]} actions": runs for c, runs in ours.items()})
+    for continuous, runs in ours.items():
+        run, name = median_run(runs), f"progression-{SPACES[continuous]}"
+        if not env_id.startswith("LunarLander"):
+            yield name, "drawn for LunarLander only"
+        elif run is None:
+            yield name, "no run has finished"
+        else:
+            yield name, figure_progression(run, common.FINAL_SEEDS[:20]) or f"{run.path} has not all snapshots"
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="plot.py", description="Draw every figure from the runs below a folder.")
+    parser.add_argument("folder", type=Path, help="a folder with runs below it, or one run")
+    parser.add_argument("--table", action="store_true", help="print the results table as Markdown instead")
+    parser.add_argument(
+        "--env-id", default=None, metavar="STR", help="whose runs [LunarLander-v3, or the first there is]"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("figures"), metavar="FOLDER", help="where figures go [figures]"
+    )
+    return parser.parse_args(argv)
+
+
+def plot(args):
+    torch.set_num_threads(1)
+    groups = load_runs(args.folder)
+    env_ids = [env_id for env_id, _, _ in groups]
+    env_id = args.env_id or ("LunarLander-v3" if "LunarLander-v3" in env_ids else env_ids[0])
+    if env_id not in env_ids:
+        raise common.UsageError(f"there is no run of {env_id} at or below {args.folder}")
+    stochastic = read_stochastic(args.folder)
+    if args.table:
+        print("\n".join(results_table(groups, env_id, stochastic)))
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures(groups, env_id, stochastic):
+        if isinstance(figure, str):
+            print(f"{name}: {figure}")
+            continue
+        path = args.out / f"{name}.png"
+        temporary = path.with_name(f".{path.name}")
+        figure.savefig(temporary, metadata={"Software": None})
+        temporary.replace(path)
+        plt.close(figure)
+        print(path)
+
+
+def main(argv=None):
+    return common.run_script("plot.py", lambda: plot(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Videos of trained policies, H.264, without a display.
+
+    python record.py runs/ppo_LunarLander-v3_s0                  # the best policy on held-out starts
+    python record.py runs/ppo_LunarLander-v3_s0 --progression    # one start, flown by each snapshot in turn
+
+Recording reads policy files and changes nothing in the run.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+import common
+
+SIZE = 640, 400  # pixels, width and height
+FILMED = 4
+
+
+def fly(workers, policy, seeds):
+    """The deterministic episodes of a policy (actor, config) from these seeds, as from common.evaluate."""
+    common.start_evaluation(workers, common.actor_weights(policy[0]), seeds)
+    return common.finish_evaluation(workers)
+
+
+def choose(episodes, solved_return, count=FILMED):
+    """Indices of the episodes to film: failures first, where there are any. Without a threshold, the lowest first."""
+    returns = episodes["return"]
+    if solved_return is None:
+        return np.argsort(returns, kind="stable")[:count].tolist()
+    return np.argsort(returns >= solved_return, kind="stable")[:count].tolist()
+
+
+def frames(policy, seed, title):
+    """The pictures of one deterministic episode, [height, width, 3] uint8; seed, return so far and step in each."""
+    actor, config = policy
+    env = common.make_env(config["env_id"], config["continuous"], render_mode="rgb_array")
+    total = 0.0
+    try:
+        for step, (_, _, reward, _, _) in enumerate(common.play(common.as_numpy(actor), env, seed)):
+            total += reward
+            yield caption(env.render(), f"{title}   seed {seed}   return {total:7.1f}   step {step + 1}")
+    finally:
+        env.close()
+
+
+def caption(picture, text):
+    """A picture fitted into SIZE, with a line of text on it."""
+    picture = Image.fromarray(picture)
+    picture.thumbnail(SIZE)
+    canvas = Image.new("RGB", SIZE)
+    canvas.paste(picture, ((SIZE[0] - picture.width) // 2, (SIZE[1] - picture.height) // 2))
+    font = ImageFont.load_default(15)
+    ImageDraw.Draw(canvas).text((10, 8), text, fill="white", font=font, stroke_width=2, stroke_fill="black")
+    return np.asarray(canvas)
+
+
+def write_film(path, pictures, fps):
+    """Write an H.264 film, under its own name only once it is whole. Returns how many frames it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    count = 0
+    try:
+        with imageio.get_writer(temporary, fps=fps, codec="libx264", macro_block_size=8, quality=7) as film:
+            for picture in pictures:
+                film.append_data(picture)
+                count += 1
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def frames_per_second(config):
+    env = common.make_env(config["env_id"], config["continuous"])
+    fps = env.metadata.get("render_fps", 30)
+    env.close()
+    return fps
+
+
+def record_best(run, workers, policy):
+    """(pictures, lines to print): the best policy on the video seeds, of which FILMED are filmed."""
+    config, seeds = policy[1], common.VIDEO_SEEDS
+    episodes = fly(workers, policy, seeds)
+    found = common.summarise(episodes, config)
+    lines = [f"{len(seeds)} held-out starts: return {found['mean_return']:.1f} +- {found['std_return']:.1f}"]
+    for field, text in (("solved", f"score at least {config['solved_return']}"), ("landed", "land")):
+        if found[field] == found[field]:
+            lines.append(f"{round(found[field] * len(seeds))} of {len(seeds)} {text}")
+    chosen = choose(episodes, config["solved_return"])
+    lines.append("filmed: " + ", ".join(f"seed {seeds[i]} ({episodes['return'][i]:.1f})" for i in chosen))
+    return (picture for i in chosen for picture in frames(policy, seeds[i], run.resolve().name)), lines
+
+
+def record_progression(run, workers, seed):
+    """(pictures, lines to print): one start, flown by each snapshot in turn."""
+    snapshots = sorted((run / "snapshots").glob("*.pt"))
+    if not snapshots:
+        raise common.UsageError(f"{run} has no snapshots")
+    policies = [common.load_policy(path) for path in snapshots]
+    titles = [f"{float(path.stem):g} % of training" for path in snapshots]
+    lines = []
+    for policy, title in zip(policies, titles, strict=True):
+        episode = fly(workers, policy, [seed])
+        lines.append(f"{title:>20}: return {episode['return'][0]:8.1f}, {episode['length'][0]} steps")
+    pairs = zip(policies, titles, strict=True)
+    return (picture for policy, title in pairs for picture in frames(policy, seed, title)), lines
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="record.py", description="Film a run's policies, without a display.")
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("--progression", action="store_true", help="fly one start with each snapshot instead")
+    parser.add_argument(
+        "--seed",
+        type=common.number(int, 0, 2**32 - 1),
+        default=common.VIDEO_SEEDS[0],
+        metavar="INT",
+        help=f"the start of --progression [{common.VIDEO_SEEDS[0]}]",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the film [videos/RUN.mp4, videos/RUN-progression.mp4]"
+    )
+    return parser.parse_args(argv)
+
+
+def record(args):
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    path = args.run / ("snapshots/000.0.pt" if args.progression else "best.pt")
+    policy = common.load_policy(path)
+    config = policy[1]
+    name = args.run.resolve().name + "-progression" * args.progression
+    out = args.out or Path("videos", f"{name}.mp4")
+    with common.Workers(common.available_cores(), config, 0, common.available_cores()) as workers:
+        if args.progression:
+            pictures, lines = record_progression(args.run, workers, args.seed)
+        else:
+            pictures, lines = record_best(args.run, workers, policy)
+    print("\n".join(lines))
+    fps = frames_per_second(config)
+    count = write_film(out, pictures, fps)
+    print(f"{out}: {count} frames, {count / fps:.1f} s")
+
+
+def main(argv=None):
+    return common.run_script("record.py", lambda: record(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

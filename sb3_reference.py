@@ -1,0 +1,191 @@
+"""The reference: Stable-Baselines3 at ppo.py's hyper-parameters, in a run folder of the same format.
+
+    python sb3_reference.py --seed 0                # PPO, 2M steps
+    python sb3_reference.py --seed 0 --continuous   # PPO, 1M steps
+    python sb3_reference.py --seed 0 --algo a2c     # the page's other points of comparison
+    python sb3_reference.py --seed 0 --algo trpo    # needs sb3-contrib
+
+Stable-Baselines3 trains; everything that is compared, from the evaluations to the files, is `common`'s, so that
+plot.py and eval_stochastic.py read both alike. As a reference only: nothing of ppo.py is used but its flags.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.env_util import make_vec_env
+from torch.distributions import kl_divergence
+
+import common
+import ppo
+
+# ppo.py's arguments under Stable-Baselines3's names. A2C and TRPO keep their own defaults for everything else.
+SHARED = {"gamma": "gamma", "gae_lambda": "gae_lambda", "seed": "seed"}
+LOSS = {"vf_coef": "vf_coef", "ent_coef": "ent_coef", "max_grad_norm": "max_grad_norm"}
+ARGUMENTS = {
+    "ppo": {
+        **{"num_steps": "n_steps", "minibatch_size": "batch_size", "update_epochs": "n_epochs"},
+        **{"clip_eps": "clip_range", "learning_rate": "learning_rate"},
+        **SHARED,
+        **LOSS,
+    },
+    "a2c": SHARED | LOSS,
+    "trpo": {"num_steps": "n_steps"} | SHARED,
+}
+FIXED = {"ppo": {}, "a2c": {"n_steps": 8}, "trpo": {}}  # the page's A2C: rollouts of 16 x 8 (section 3.3)
+RUN_ARGUMENTS = {"env_id", "continuous", "total_timesteps", "eval_every", "runs_dir", "run_name", "overwrite"}
+
+
+def make_model(args, algo="ppo", algorithm=PPO):
+    """Stable-Baselines3's model at the arguments of ppo.parse_args."""
+    policy_kwargs = {"net_arch": {"pi": args.hidden, "vf": args.hidden}}
+    if algo == "ppo":
+        policy_kwargs["optimizer_kwargs"] = {"eps": args.adam_eps}
+    envs = make_vec_env(lambda: common.make_env(args.env_id, args.continuous), args.num_envs, seed=args.seed)
+    kwargs = {theirs: getattr(args, ours) for ours, theirs in ARGUMENTS[algo].items()} | FIXED[algo]
+    return algorithm("MlpPolicy", envs, policy_kwargs=policy_kwargs, device="cpu", **kwargs)
+
+
+def counterparts(args, algo):
+    """Lines that say which argument of ppo.py became which of Stable-Baselines3's."""
+    pairs = {"num_envs": "make_vec_env's n_envs", "hidden": "net_arch"} | ARGUMENTS[algo]
+    if algo == "ppo":
+        pairs["adam_eps"] = "optimizer_kwargs' eps"
+    lines = [f"  --{k.replace('_', '-'):<16} {getattr(args, k)!s:<10} -> {theirs}" for k, theirs in pairs.items()]
+    return lines + [f"  {'':<29} {theirs} = {value}" for theirs, value in FIXED[algo].items()]
+
+
+def find_algorithm(algo):
+    if algo != "trpo":
+        return {"ppo": PPO, "a2c": A2C}[algo]
+    try:
+        from sb3_contrib import TRPO
+    except ImportError:
+        raise common.UsageError("--algo trpo needs sb3-contrib: pip install sb3-contrib") from None
+    return TRPO
+
+
+def actor_weights(policy):
+    """The weights of Stable-Baselines3's actor under the names of common's."""
+    linear = [layer for layer in policy.mlp_extractor.policy_net if isinstance(layer, torch.nn.Linear)]
+    weights = {}
+    for i, layer in enumerate([*linear, policy.action_net]):
+        weights[f"net.layers.{i}.weight"], weights[f"net.layers.{i}.bias"] = layer.weight, layer.bias
+    if hasattr(policy, "log_std"):
+        weights["log_std"] = policy.log_std
+    return {name: value.detach().numpy().copy() for name, value in weights.items()}
+
+
+def watch(model):
+    """Have the model note, after each update, its entropy and the exact KL that the update made."""
+    update = model.train
+
+    def distribution():
+        with torch.no_grad():
+            return model.policy.get_distribution(obs.flatten(0, 1))
+
+    def train():
+        nonlocal obs
+        obs = torch.as_tensor(model.rollout_buffer.observations)
+        old = distribution().distribution
+        model.update_began = time.monotonic()
+        update()
+        new = distribution()
+        kl = kl_divergence(old, new.distribution)
+        model.exact_kl = (kl.sum(-1) if kl.dim() > 1 else kl).mean().item()
+        model.entropy = new.entropy().mean().item()
+
+    obs = None
+    model.train = train
+
+
+def train(args, algo):
+    """Train one run, and return its folder (a Path). An unfinished run starts over."""
+    torch.set_num_threads(1)
+    args.workers = 1  # it steps its environments in this process
+    algorithm = find_algorithm(algo)
+    config = common.policy_config(args.env_id, args.continuous, args.hidden)
+    run = common.Run(argparse.Namespace(**vars(args), algo=algo), config, prefix=f"sb3-{algo}")
+    if run.finished:
+        print(f"{run.path} has finished already; --overwrite starts it over")
+        return run.path
+    print(f"Stable-Baselines3's {algo.upper()} at ppo.py's arguments:", *counterparts(args, algo), sep="\n")
+    run.restore({})
+    model = make_model(args, algo, algorithm)
+    watch(model)
+    gradient_steps = {
+        "ppo": args.update_epochs * -(-run.batch_size // args.minibatch_size),
+        "a2c": run.batch_size // (args.num_envs * model.n_steps),
+        "trpo": 1,
+    }[algo]
+    with common.Workers(1, config, args.seed, 1) as workers, run:
+        while run.env_steps < args.total_timesteps:
+            run.save_snapshots(actor_weights(model.policy))
+            clock = [time.monotonic()]
+            model.learn(run.batch_size, reset_num_timesteps=False)
+            clock += [model.update_began, time.monotonic()]
+            row = metrics_row(model, algo)
+            returns = model.get_env().env_method("get_episode_rewards")
+            run.episodes.count = [len(of_one) for of_one in returns]
+            run.episodes.recent = [(episode["r"], episode["l"]) for episode in model.ep_info_buffer]
+            run.log_update(row, gradient_steps, [*clock, clock[-1]])
+            if run.evaluation_due() and run.env_steps < args.total_timesteps:
+                weights = actor_weights(model.policy)
+                common.start_evaluation(workers, weights, common.EVAL_SEEDS)
+                run.log_evaluation(common.finish_evaluation(workers), weights)
+        run.finish(workers, actor_weights(model.policy))
+    return run.path
+
+
+def metrics_row(model, algo):
+    """A row of metrics.csv from the model's logger; what Stable-Baselines3 does not measure stays empty.
+
+    Its approximate KL is the last epoch's, and A2C's losses are those of the last of many updates.
+    """
+    logged = model.logger.name_to_value
+    row = dict.fromkeys(common.METRICS) | {
+        "approx_kl_last_epoch": logged.get("train/approx_kl"),
+        "clip_frac": logged.get("train/clip_fraction"),
+        "explained_variance": logged.get("train/explained_variance"),
+        "policy_loss": logged.get("train/policy_gradient_loss", logged.get("train/policy_loss")),
+        "value_loss": logged.get("train/value_loss"),
+        "learning_rate": logged.get("train/learning_rate"),
+        "action_std": logged.get("train/std"),
+        "entropy": -logged["train/entropy_loss"] if "train/entropy_loss" in logged else model.entropy,
+        "exact_kl": model.exact_kl,
+    }
+    return {name: None if value is None else float(value) for name, value in row.items()}
+
+
+def parse_args(argv=None):
+    """(ppo.py's arguments, the algorithm's name). Refuses what has no counterpart in Stable-Baselines3."""
+    parser = argparse.ArgumentParser(
+        prog="sb3_reference.py",
+        description="Train Stable-Baselines3 at ppo.py's hyper-parameters, as a reference. Takes ppo.py's flags, such "
+        "as --seed, --continuous, --total-timesteps, --runs-dir or --overwrite, where Stable-Baselines3 has a "
+        "counterpart. A finished run is passed over; an unfinished one starts over.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--algo", choices=sorted(ARGUMENTS), default="ppo", help="trpo needs sb3-contrib [ppo]")
+    own, rest = parser.parse_known_args(argv)
+    args, defaults = ppo.parse_args(rest), ppo.parse_args([])
+    known = RUN_ARGUMENTS | {"num_envs", "hidden"} | ARGUMENTS[own.algo].keys()
+    known |= {"adam_eps"} if own.algo == "ppo" else {"num_steps"}  # how many steps make a row of metrics.csv
+    if any(word.partition("=")[0] == "--workers" for word in rest):  # its default depends on the machine
+        parser.error("--workers has no counterpart in Stable-Baselines3, which steps its environments in one process")
+    for name, value in vars(args).items():
+        if name not in known | {"workers"} and value != getattr(defaults, name):
+            parser.error(f"--{name.replace('_', '-')} has no counterpart in Stable-Baselines3's {own.algo.upper()}")
+    if own.algo == "a2c" and args.num_steps % FIXED["a2c"]["n_steps"]:
+        parser.error(f"--num-steps must be a multiple of A2C's {FIXED['a2c']['n_steps']}")
+    return args, own.algo
+
+
+def main(argv=None):
+    return common.run_script("sb3_reference.py", lambda: train(*parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
