@@ -45,7 +45,14 @@ class UsageError(Exception):
 
 
 class RunError(Exception):
-    """A fault while a run was going: one line on standard error, exit code 1; the checkpoint is intact."""
+    """A fault while a run was going: one line on standard error, exit code 1; the checkpoint is intact.
+
+    repeats: whether going on from the checkpoint, exact as it is, would come to the same fault.
+    """
+
+    def __init__(self, message, repeats=False):
+        super().__init__(message)
+        self.repeats = repeats
 
 
 # ---------------------------------------------------------------------------------------------
@@ -101,7 +108,7 @@ class CategoricalActor(nn.Module):
         self.noise_dim = n_actions
 
     def forward(self, obs):
-        """[n, obs_dim] -> Categorical over [n]."""
+        """[..., obs_dim] -> Categorical over [...]."""
         return Categorical(logits=self.net(obs), validate_args=False)
 
     def mode(self, obs):
@@ -130,7 +137,7 @@ class GaussianActor(nn.Module):
         self.noise_dim = act_dim
 
     def forward(self, obs):
-        """[n, obs_dim] -> Independent Normal over [n, act_dim]; log_prob and entropy are [n]."""
+        """[..., obs_dim] -> Independent Normal over [..., act_dim]; log_prob and entropy are [...]."""
         mean = self.net(obs)
         return Independent(Normal(mean, self.log_std.exp().expand_as(mean), validate_args=False), 1)
 
@@ -148,7 +155,7 @@ class GaussianActor(nn.Module):
 
 
 class Critic(nn.Module):
-    """V(s), [n, obs_dim] -> [n]. 4,801 parameters for 8 inputs."""
+    """V(s), [..., obs_dim] -> [...]. 4,801 parameters for 8 inputs."""
 
     def __init__(self, obs_dim, hidden=(64, 64)):
         super().__init__()
@@ -262,7 +269,7 @@ def policy_config(env_id, continuous=False, hidden=(64, 64)):
 
 
 def environment_actions(actions, space):
-    """The copy of the actions that environments receive: [n] int64, or [n, *shape] clipped to the Box.
+    """The actions as environments receive them: [n] int64, or [n, *shape] clipped to the Box, then a copy.
 
     Only this copy is clipped; what is stored and scored is the action as sampled (page section 7).
     """
@@ -278,7 +285,8 @@ def stream(purpose, seed, *index):
     Generators are rebuilt from (purpose, seed, index) wherever they are needed, so a run has no
     generator state to save and none that depends on which process asks.
     """
-    return np.random.default_rng([("episodes", "actions", "minibatches").index(purpose), seed, *index])
+    purposes = ("episodes", "actions", "minibatches", "evaluation")
+    return np.random.default_rng([purposes.index(purpose), seed, *index])
 
 
 def episode_seed(seed, env_index, episode):
@@ -408,7 +416,7 @@ def play(actor, env, seed, deterministic=True):
     environment was given. actor: from `as_numpy`. deterministic: the argmax or the mean (page section
     3.5); otherwise a sample, from a generator of the episode's own.
     """
-    rng = np.random.default_rng(seed)
+    rng = stream("evaluation", int(seed))  # not default_rng(seed), which is the environment's own stream
     obs, _ = env.reset(seed=int(seed))
     ended = False
     while not ended:
@@ -416,6 +424,8 @@ def play(actor, env, seed, deterministic=True):
         action = actor.mode(state) if deterministic else actor.sample(state, actor.noise(rng, 1))
         action = environment_actions(action, env.action_space)[0]
         obs, reward, terminated, truncated, _ = env.step(action)
+        if not math.isfinite(reward):
+            raise RunError(f"the evaluation from seed {seed} met a reward that is not finite: {reward}", repeats=True)
         ended = terminated or truncated
         yield state[0], action, float(reward), terminated, truncated
 
@@ -444,7 +454,7 @@ def evaluate(actor, config, seeds, deterministic=True):
 
 
 def decision_us(actor, config, count=2000):
-    """Median microseconds that one deterministic decision takes at batch size 1, as `play` makes it."""
+    """Median microseconds of one deterministic decision at batch size 1, in NumPy as `play` makes it."""
     actor, obs, times = as_numpy(actor), np.zeros((1, config["obs_dim"]), dtype=np.float32), []
     for _ in range(count):
         start = time.perf_counter()
@@ -668,7 +678,7 @@ def load_policy(path):
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
     except Exception as error:
-        raise UsageError(f"{path} is not a policy file: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{path} is not a policy file: {first_line(error)}") from None
 
 
 def find_runs(root):
@@ -716,9 +726,16 @@ class CsvLog:
         if rows:
             kept = read_csv(path)[:rows]
             if len(kept) < rows:
-                raise UsageError(f"{path} has {len(kept)} rows of the {rows} that its checkpoint counts")
+                raise UsageError(
+                    f"{path} has {len(kept)} of the {rows} rows that its checkpoint counts; --overwrite starts it over"
+                )
         save_csv(path, fields, kept)
         self.rows = kept
+
+    def sync(self):
+        """Have the disk hold all rows, before a checkpoint that counts them."""
+        with open(self.path, "a") as file:
+            os.fsync(file.fileno())
 
     def append(self, row):
         """Add a row, {field: value}."""
@@ -869,7 +886,7 @@ class Run:
         self.gradient_steps = 0
         self.episodes = EpisodeLog(args.num_envs)
         self.best, self.first_solved, self.wall_s = None, None, 0.0
-        self._row_ended = None
+        self._row_ended, self.compiled = None, False
         self._checkpoint, self._checkpoint_cost, self._checkpoint_time = None, 0.0, float("-inf")
         self._open()
 
@@ -886,14 +903,20 @@ class Run:
         path, args = self.path, self.args
         try:
             if args.overwrite and (path / "config.json").exists():
-                shutil.rmtree(path)
+                old = path.with_name(f".{path.name}.old")  # so that no half of it is left under its name
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+                (old / "config.json").unlink()
+                shutil.rmtree(old)
             if (path / "config.json").exists():
                 self._compare(read_json(path / "config.json"))
             elif path.exists() and any(path.iterdir()):
                 raise UsageError(f"{path} is not empty and not a run folder; choose another --run-name")
             else:
-                (path / "snapshots").mkdir(parents=True, exist_ok=True)
-                save_json(path / "config.json", {"args": vars(args), "policy": self.config, "versions": versions()})
+                config = {"args": vars(args), "policy": self.config, "versions": versions()}
+                path.mkdir(parents=True, exist_ok=True)
+                save_json(path / "config.json", config)
+            (path / "snapshots").mkdir(exist_ok=True)
             if self.finished:
                 (path / "checkpoint.pt").unlink(missing_ok=True)
             elif (path / "checkpoint.pt").exists():
@@ -925,6 +948,8 @@ class Run:
     def begin_environments(self, workers):
         """Start every environment in the episode it is in, replaying the unfinished ones after a resume."""
         log = self.episodes
+        if self.env_steps >= self.args.total_timesteps:
+            return  # only the last evaluations are left
         if self._checkpoint is None:
             workers.start(Envs.begin, log.count)
             workers.results()
@@ -937,6 +962,15 @@ class Run:
             self.progress.say(
                 f"{self.args.env_id} is not deterministic: the replay of environment{'s' * (len(strayed) > 1)} "
                 f"{', '.join(map(str, strayed))} ended elsewhere; going on from fresh episodes"
+            )
+
+    def note_compiled(self, compiled):
+        """Whether the update is compiled, or could not be; a run that goes on the other way says so."""
+        self.compiled = compiled
+        if self._checkpoint and self._checkpoint["compiled"] != compiled:
+            self.progress.say(
+                f"so far the update was {'not ' * compiled}compiled, and now it is{' not' * (not compiled)}: "
+                "from here on it rounds differently, and the bits are not those of an undisturbed run"
             )
 
     def __enter__(self):
@@ -966,7 +1000,7 @@ class Run:
         """Save the policy under each percentage of the budget that the last update reached."""
         for percent in SNAPSHOTS:
             target = percent / 100 * self.args.total_timesteps
-            if self.env_steps - self.batch_size < target <= self.env_steps or (percent == 0 and self.update == 0):
+            if self.env_steps - self.batch_size < target <= self.env_steps:
                 save_policy(self.path / "snapshots" / f"{percent:05.1f}.pt", weights, self.config, self.env_steps)
 
     def log_evaluation(self, episodes, weights):
@@ -1010,6 +1044,7 @@ class Run:
             "learner": learner,
             "update": self.update,
             "gradient_steps": self.gradient_steps,
+            "compiled": self.compiled,
             "best": self.best,
             "first_solved": self.first_solved,
             "wall_s": self.elapsed(),
@@ -1017,6 +1052,8 @@ class Run:
             "metrics_rows": len(self.metrics.rows),
             "evals_rows": len(self.evals.rows),
         }
+        self.metrics.sync()
+        self.evals.sync()
         save_tensors(self.path / "checkpoint.pt", state)
         self._checkpoint_time = time.monotonic()
         self._checkpoint_cost = self._checkpoint_time - start
@@ -1033,8 +1070,9 @@ class Run:
             result[name] = None
             if (self.path / f"{name}.pt").exists():
                 saved = torch.load(self.path / f"{name}.pt", weights_only=True)
-                start_evaluation(workers, {k: w.numpy() for k, w in saved["actor"].items()}, FINAL_SEEDS)
-                episodes = finish_evaluation(workers)
+                if name == "final" or saved["env_steps"] != self.env_steps:  # the best policy may be the final one
+                    start_evaluation(workers, {k: w.numpy() for k, w in saved["actor"].items()}, FINAL_SEEDS)
+                    episodes = finish_evaluation(workers)
                 summary = summarise(episodes, self.config)
                 result[name] = {"env_steps": saved["env_steps"], **summary, "returns": episodes["return"].tolist()}
         result["first_solved_steps"] = self.first_solved
@@ -1051,9 +1089,12 @@ def load_checkpoint(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UsageError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}); --overwrite starts the run over"
-        ) from None
+        raise UsageError(f"{path} cannot be read ({first_line(error)}); --overwrite starts the run over") from None
+
+
+def first_line(error):
+    """The first line of an exception's text, or its name where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def read_json(path):
@@ -1225,7 +1266,10 @@ def run_script(name, script):
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"{name}: stopped: {error}; to go on from the last checkpoint: {command_line()}", file=sys.stderr)
+        advice = f"to go on from the last checkpoint: {command_line()}"
+        if error.repeats:
+            advice = "the same command would come to it again: try a lower --learning-rate under another --run-name"
+        print(f"{name}: stopped: {error}; {advice}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         return 143 if isinstance(stop, Terminated) else 130

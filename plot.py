@@ -8,6 +8,7 @@ whose runs are not there is left out, and said to be.
 """
 
 import argparse
+import copy
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -18,8 +19,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from torch.distributions import kl_divergence
 
 import common
+import ppo
 from eval_stochastic import CSV_NAME
 
 # Okabe and Ito's colours, told apart by the colour-blind and in grey print
@@ -127,12 +130,10 @@ def seeds(runs):
 
 def figure_clip():
     """Page section 2.1: the per-sample objective against the ratio."""
-    from ppo import clipped_surrogate
-
     ratio, eps = torch.linspace(0, 2, 401), 0.2
     figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.9), sharex=True)
     for axis, advantage in zip(axes, (1.0, -1.0), strict=True):
-        objective = clipped_surrogate(ratio, torch.full_like(ratio, advantage), eps)
+        objective = ppo.clipped_surrogate(ratio, torch.full_like(ratio, advantage), eps)
         axis.plot(ratio, ratio * advantage, "--", color=GREY, lw=1.2, label="$r A$, unclipped")
         axis.plot(ratio, objective, color=BLUE, lw=2.2, label="$L^{CLIP}$, eq. (4)")
         flat = ratio > 1 + eps if advantage > 0 else ratio < 1 - eps
@@ -226,36 +227,57 @@ def figure_stochastic(rows, env_runs):
     return figure
 
 
-def figure_estimators(groups):
-    """k1, k2 and k3 of each rollout's last figures against the exact KL. groups: {title: runs}."""
-    figure, axes = plt.subplots(1, len(groups), figsize=(4.0 * len(groups) + 0.6, 3.6), squeeze=False)
-    for axis, (title, runs) in zip(axes[0], groups.items(), strict=True):
-        top = 0.0
-        for field, label, colour, marker in (
-            ("kl_k1", "$k_1$", GREEN, "x"),
-            ("kl_k2", "$k_2$", PURPLE, "+"),
-            ("approx_kl", "$k_3$", BLUE, "."),
-        ):
-            exact = np.concatenate([run.metrics["exact_kl"] for run in runs if field in run.metrics])
-            estimate = np.concatenate([run.metrics[field] for run in runs if field in run.metrics])
-            axis.plot(exact, estimate, marker, color=colour, ms=4, alpha=0.6, label=label)
-            top = max(top, np.nanquantile(exact, 0.995))
-        axis.plot([0, top], [0, top], color=GREY, lw=0.8, label="equal")
-        axis.set(title=title, xlabel="exact KL after the update, nats", xlim=(0, top * 1.05), ylim=(0, top * 1.05))
-        axis.legend(loc="upper left")
-    axes[0, 0].set_ylabel("estimate, mean over the update's steps, nats")
+@torch.inference_mode()
+def estimator_errors(old, new, obs, fractions):
+    """k1, k2, k3 against the exact KL between old and the policies on the way from old to new, on states obs [n, d].
+
+    Returns, for each fraction of the way: exact KL [x]; bias [x, 3], mean estimate less exact; spread [x, 3], standard
+    deviation of one sample's estimate; and the standard error of the bias [x, 3].
+    """
+    dist_old, mixed = old(obs), copy.deepcopy(old)
+    actions = old.sample(obs, torch.from_numpy(old.noise(np.random.default_rng(0), len(obs))))
+    logp_old, exact, estimates = dist_old.log_prob(actions), [], []
+    for fraction in fractions:
+        for param, start, end in zip(mixed.parameters(), old.parameters(), new.parameters(), strict=True):
+            param.copy_(start.lerp(end, fraction))
+        dist = mixed(obs)
+        exact.append(kl_divergence(dist_old, dist).double())
+        estimates.append(torch.stack(ppo.kl_estimates((dist.log_prob(actions) - logp_old).double())))
+    exact, estimates = torch.stack(exact), torch.stack(estimates)  # [x, n], [x, 3, n]
+    error = estimates - exact[:, None]
+    return exact.mean(-1), error.mean(-1), estimates.std(-1), error.std(-1) / len(obs) ** 0.5
+
+
+def figure_estimators(runs_by_space):
+    """Bias and spread of k1, k2, k3 (page section 4.1), from each median run's policies at 50 and 100 % of training."""
+    figure, axes = plt.subplots(2, len(runs_by_space), figsize=(3.9 * len(runs_by_space) + 0.8, 5.4), squeeze=False)
+    for (over, under), (space, run) in zip(axes.T, runs_by_space.items(), strict=True):
+        old, config = common.load_policy(run.path / "snapshots" / "050.0.pt")
+        new, _ = common.load_policy(run.path / "snapshots" / "100.0.pt")
+        env, numpy_old = common.make_env(config["env_id"], config["continuous"]), common.as_numpy(old)
+        obs = [obs for seed in common.FINAL_SEEDS[:5] for obs, *_ in common.play(numpy_old, env, seed, False)]
+        env.close()
+        obs = torch.from_numpy(np.array(obs)).repeat(10, 1)
+        exact, bias, spread, error = estimator_errors(old, new, obs, torch.logspace(-2.5, 0, 16).tolist())
+        for k, (colour, style) in enumerate(((GREEN, "--"), (PURPLE, ":"), (BLUE, "-"))):
+            relative, margin = bias[:, k] / exact, 1.96 * error[:, k] / exact
+            over.plot(exact, relative, style, color=colour, lw=1.6, label=f"$k_{k + 1}$")
+            over.fill_between(exact, relative - margin, relative + margin, color=colour, alpha=0.15, lw=0)
+            under.plot(exact, spread[:, k], style, color=colour, lw=1.6)
+        under.plot(exact, exact, color=GREY, lw=0.8, label="the KL itself")
+        over.set(title=f"{space} actions", xscale="log", ylim=(-0.75, 0.75))
+        under.set(xscale="log", yscale="log", xlabel="exact KL, nats")
+    axes[0, 0].set_ylabel("bias, as a share of the KL")
+    axes[1, 0].set_ylabel("standard deviation\nof one sample's estimate, nats")
+    axes[0, 0].legend()
+    axes[1, 0].legend()
     return figure
 
 
-STAGES = ("000.0", "002.5", "010.0", "025.0", "050.0", "100.0")
-
-
 def figure_progression(run, starts):
-    """Paths of the lander from the same starts with each snapshot (page section 6.3); None where some are missing."""
-    paths = [run.path / "snapshots" / f"{stage}.pt" for stage in STAGES]
-    if not all(path.exists() for path in paths):
-        return None
-    figure, axes = plt.subplots(1, len(STAGES), figsize=(12, 3.1), sharex=True, sharey=True)
+    """Paths of the lander from the same starts with each snapshot (page section 6.3)."""
+    paths = sorted((run.path / "snapshots").glob("*.pt"))
+    figure, axes = plt.subplots(1, len(paths), figsize=(2 * len(paths), 3.3), sharex=True, sharey=True)
     for axis, path in zip(axes, paths, strict=True):
         actor, config = common.load_policy(path)
         numpy_actor, env = common.as_numpy(actor), common.make_env(config["env_id"], config["continuous"])
@@ -265,16 +287,16 @@ def figure_progression(run, starts):
             axis.plot(*flown.T, color=BLUE if landed else ORANGE, lw=0.7, alpha=0.8, ls="-" if landed else "--")
         env.close()
         found = common.summarise(episodes, config)
-        axis.set(xlim=(-1.1, 1.1), ylim=(-0.1, 1.7), title=f"{float(path.stem):g} % of training")
+        axis.set(xlim=(-1.1, 1.1), ylim=(-0.1, 1.7), xlabel="sideways", title=f"{float(path.stem):g} % of training")
         axis.text(
-            0.5, -0.22, f"return {found['mean_return']:.0f}, landed {found['landed']:.0%}\n"
+            0.5, -0.3, f"return {found['mean_return']:.0f}, landed {found['landed']:.0%}\n"
             f"fuel {found['mean_fuel']:.0f}, {found['mean_length']:.0f} steps",
             transform=axis.transAxes, ha="center", va="top", fontsize=8,
         )  # fmt: skip
     axes[0].set_ylabel("height (1.4: the start)")
     axes[0].plot([], [], color=BLUE, label="lands")
-    axes[0].plot([], [], color=ORANGE, ls="--", label="does not")
-    axes[0].legend(loc="upper left")
+    axes[0].plot([], [], color=ORANGE, ls="--", label="does not land")
+    axes[0].legend(loc="lower left", frameon=True)
     figure.suptitle(f"{run.env_id}, seed {run.seed}: the same {len(starts)} held-out starts, deterministic actions")
     return figure
 
@@ -443,15 +465,12 @@ def figures(groups, env_id, stochastic):
         rows += [stochastic[run.path.name] | {"seed": run.seed, "continuous": continuous} for run in played]
     every = [run for runs in ours.values() for run in runs]
     yield "deterministic-and-sampled", figure_stochastic(rows, every) if rows else "run eval_stochastic.py first"
-    yield "kl-estimators", figure_estimators({f"{SPACES[c]} actions": runs for c, runs in ours.items()})
-    for continuous, runs in ours.items():
-        run, name = median_run(runs), f"progression-{SPACES[continuous]}"
-        if not env_id.startswith("LunarLander"):
-            yield name, "drawn for LunarLander only"
-        elif run is None:
-            yield name, "no run has finished"
-        else:
-            yield name, figure_progression(run, common.FINAL_SEEDS[:20]) or f"{run.path} has not all snapshots"
+    medians = {SPACES[c]: median_run(runs) for c, runs in ours.items()}
+    medians = {space: run for space, run in medians.items() if run}
+    yield "kl-estimators", figure_estimators(medians) if medians else "no run has finished"
+    for space, run in medians.items():
+        if env_id.startswith("LunarLander"):
+            yield f"progression-{space}", figure_progression(run, common.FINAL_SEEDS[:20])
 
 
 def parse_args(argv=None):

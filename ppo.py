@@ -10,8 +10,9 @@ Where the page's equations are:
     (5)  the full loss .................................. ppo_loss
     (6)  k1, k2, k3 estimates of the KL ................. kl_estimates
     GAE  generalised advantage estimation ............... compute_gae
-    3.4  the training loop: (a) rollout, (b) GAE, (c) epochs of minibatches ... train
-    3.5  inference ...................................... common.evaluate
+    3.4  the training loop .............................. train; in it (a) rollout: collect, (b) GAE: compute_gae,
+         (c) epochs of minibatches: make_minibatch_steps
+    3.5  inference ...................................... common.play, common.evaluate
     4.3  explained variance ............................. common.explained_variance
 
 Names: N = num_envs, T = num_steps, K = update_epochs. Tensors of a rollout are [T, N, ...] and
@@ -40,7 +41,7 @@ def compute_gae(rewards, values, dones, last_value, gamma, gae_lambda):
     """GAE(gamma, lambda) over a rollout, and the return targets R = A + V (page section 3).
 
     rewards, values, dones: [T, N]; last_value: [N], V of the observation after the last row.
-    done = terminated OR truncated. The reward of a truncated step already holds
+    done = terminated OR truncated. The reward of a step that a time limit alone ended already holds
     + gamma * V(final_obs), so done cuts the recursion for both kinds of end, whatever stands
     beyond the cut. Returns (advantages, returns), each [T, N].
     """
@@ -81,7 +82,10 @@ STATS = ("kl_k1", "kl_k2", "approx_kl", "clip_frac", "entropy", "policy_loss", "
 
 
 def ppo_loss(dist, values, actions, logp_old, advantages, returns, *, clip_eps, vf_coef, ent_coef):
-    """The full loss, eq. (5), of one minibatch, and its diagnostics in the order of STATS[:-1]."""
+    """The full loss, eq. (5), of one minibatch, and its diagnostics in the order of STATS[:-1].
+
+    dist: a batch of n distributions; values, logp_old, advantages, returns: [n]; actions: [n] or [n, act_dim].
+    """
     log_ratio = dist.log_prob(actions) - logp_old
     ratio = log_ratio.exp()  # eq. (2)
     policy_loss = -clipped_surrogate(ratio, normalise(advantages), clip_eps).mean()  # -L^CLIP, eq. (4)
@@ -128,10 +132,10 @@ def unflatten(theta, module):
 
 
 def make_learner(nets):
-    """What learning moves, in flat tensors: theta, on which the nets are views, and Adam's m, v and decay."""
+    """What learning moves, as minibatch_steps takes it: theta, of which the nets are views; Adam's m, v, powers."""
     theta = flatten(nets)
-    decay = torch.ones(2, dtype=torch.float64)
-    return {"theta": theta, "m": torch.zeros_like(theta), "v": torch.zeros_like(theta), "decay": decay}
+    powers = torch.ones(2, dtype=torch.float64)
+    return {"theta": theta, "m": torch.zeros_like(theta), "v": torch.zeros_like(theta), "powers": powers}
 
 
 def clip_norm(grad, max_norm):
@@ -140,16 +144,16 @@ def clip_norm(grad, max_norm):
     return grad * (max_norm / (norm + 1e-6)).clamp(max=1), norm
 
 
-def adam_(theta, m, v, decay, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
+def adam_(theta, m, v, powers, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
     """Adam on the flat parameter vector, in place (Kingma & Ba 2015, algorithm 1).
 
-    decay: [2] float64, beta1^t and beta2^t as running products; the powers would cost a tenth of a gradient step.
+    powers: [2] float64, beta1^t and beta2^t as running products; to raise them anew costs a tenth of a gradient step.
     """
-    decay *= torch.tensor([beta1, beta2], dtype=decay.dtype)
+    powers *= torch.tensor([beta1, beta2], dtype=powers.dtype)
     m.lerp_(grad, 1 - beta1)
     v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    m_hat = m / (1 - decay[0])
-    v_hat = v / (1 - decay[1])
+    m_hat = m / (1 - powers[0])
+    v_hat = v / (1 - powers[1])
     theta -= learning_rate * m_hat / (v_hat.sqrt() + eps)
 
 
@@ -166,23 +170,23 @@ def minibatches(rng, batch_size, size):
 
 
 def make_minibatch_steps(nets, args):
-    """minibatch_steps(theta, m, v, decay, idx, obs, actions, logp_old, advantages, returns) -> STATS of each step.
+    """minibatch_steps(theta, m, v, powers, idx, obs, actions, logp_old, advantages, returns) -> [n, len(STATS)].
 
     Takes each row of idx, [n, minibatch_size] indices into the flattened rollout, through loss, gradient, clip
-    and Adam, in place.
+    and Adam. It moves theta, and so the nets, in place.
     """
 
     def loss_of(theta, obs, *batch):
         dist, values = functional_call(nets, unflatten(theta, nets), obs)
         return ppo_loss(dist, values, *batch, clip_eps=args.clip_eps, vf_coef=args.vf_coef, ent_coef=args.ent_coef)
 
-    def minibatch_steps(theta, m, v, decay, idx, *rollout):
+    def minibatch_steps(theta, m, v, powers, idx, *rollout):
         stats = []
         for rows in idx:
             batch = [x[rows] for x in rollout]
             grad, (_, loss_stats) = grad_and_value(loss_of, has_aux=True)(theta, *batch)
             grad, grad_norm = clip_norm(grad, args.max_grad_norm)
-            adam_(theta, m, v, decay, grad, args.learning_rate, args.adam_eps)
+            adam_(theta, m, v, powers, grad, args.learning_rate, args.adam_eps)
             stats.append(torch.cat([loss_stats, grad_norm[None]]))
         return torch.stack(stats)
 
@@ -194,7 +198,7 @@ def compile_steps(minibatch_steps, shapes, learner, rollout):
 
     Only the shape of idx changes between calls, so only that is checked on each call.
     """
-    torch.compiler.reset()  # what an earlier run in this process compiled is not ours
+    torch.compiler.reset()  # unguarded, what an earlier run in this process compiled would be taken for ours
     options = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [guard.name == "idx" for guard in guards]}
     compiled = torch.compile(minibatch_steps, fullgraph=True, dynamic=False, options=options)
     try:
@@ -202,7 +206,7 @@ def compile_steps(minibatch_steps, shapes, learner, rollout):
             state = [x.clone() for x in learner.values()]
             compiled(*state, torch.zeros(shape, dtype=torch.int64), *rollout)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = common.first_line(error)
         print(f"the update could not be compiled and runs several times slower: {reason}", file=sys.stderr)
         return minibatch_steps
     return compiled
@@ -214,7 +218,10 @@ def compile_steps(minibatch_steps, shapes, learner, rollout):
 
 
 def collect(envs, weights, update, num_steps):
-    """T steps of one worker's environments under pi_old: rows [T, n, ...] of the rollout's buffers.
+    """T steps of one worker's n environments under pi_old.
+
+    Returns (obs, actions, rewards, terminated, truncated, next_obs), each [T, n, ...] and next_obs [n, obs_dim], and
+    the final observations [(t, environment, obs)] of the episodes that a time limit alone cut.
 
     V, log pi and the time-limit bootstrap need no environment; `train` computes them afterwards for
     the whole rollout at once, since pi_old does not move meanwhile.
@@ -274,7 +281,9 @@ def train(args):
             run.progress.say("compiling the gradient step, about 20 s the first time on a machine")
             epoch = minibatches(np.random.default_rng(0), batch_size, args.minibatch_size)
             shapes = {idx.shape for idx in epoch}
-            minibatch_steps = compile_steps(minibatch_steps, shapes, learner, example_rollout(config, batch_size))
+            plain = minibatch_steps
+            minibatch_steps = compile_steps(plain, shapes, learner, example_rollout(config, batch_size))
+            run.note_compiled(minibatch_steps is not plain)
 
         while run.env_steps < args.total_timesteps:
             clock = [time.monotonic()]
@@ -293,7 +302,7 @@ def train(args):
                 dist_old, values = nets(obs)
                 logp_old = dist_old.log_prob(actions)
                 rewards = rewards.float()
-                if cut:  # r[trunc] += gamma * V(final_obs): the time limit is not the task's end
+                if cut:  # r[trunc & ~term] += gamma * V(final_obs): the time limit is not the task's end
                     t, i, final_obs = zip(*cut, strict=True)
                     rewards[t, i] += args.gamma * nets.critic(torch.from_numpy(np.stack(final_obs)))
 
@@ -309,7 +318,7 @@ def train(args):
                 stats = []
                 for _ in range(args.update_epochs):
                     for idx in minibatches(rng, batch_size, args.minibatch_size):
-                        stats.append(minibatch_steps(*learner.values(), idx, *batch))
+                        stats.append(minibatch_steps(*learner.values(), idx, *batch))  # moves theta, hence nets
                 stats = torch.cat(stats).double()
                 check_finite(stats, learner["theta"])
                 exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
@@ -345,11 +354,10 @@ def check_finite(stats, theta):
     if len(bad):
         first, which = bad[0].tolist()
         raise common.RunError(
-            f"{STATS[which]} is {stats[first, which].item()} at gradient step {first + 1} of this update; "
-            "the last checkpoint is from before it"
+            f"{STATS[which]} is {stats[first, which].item()} at gradient step {first + 1} of this update", repeats=True
         )
     if not theta.isfinite().all():
-        raise common.RunError("a weight is not finite after this update; the last checkpoint is from before it")
+        raise common.RunError("a weight is not finite after this update", repeats=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -376,7 +384,7 @@ def parse_args(argv=None):
         )
 
     group = parser.add_argument_group("run")
-    add(group, "--seed", 0, "seeds weights, environments, actions and minibatches", low=0)
+    add(group, "--seed", 0, "seeds weights, environments, actions and minibatches", low=0, high=2**32 - 1)
     add(group, "--env-id", "LunarLander-v3", "a registered Gymnasium environment", str)
     group.add_argument(
         "--continuous", action="store_true", help="the environment's variant with continuous actions, Gaussian actor"
@@ -401,8 +409,8 @@ def parse_args(argv=None):
     add(group, "--vf-coef", 0.5, "weight of the value loss", float, 0, letter="c_v")
     add(group, "--ent-coef", 0.01, "weight of the entropy bonus", float, 0, letter="c_e")
     add(group, "--learning-rate", 3e-4, "Adam's step size", float, 0)
-    add(group, "--adam-eps", 1e-5, "Adam's epsilon", float, 0)
-    add(group, "--max-grad-norm", 0.5, "gradient clip, actor and critic together", float, 0)
+    add(group, "--adam-eps", 1e-5, "Adam's epsilon", float, 1e-12)
+    add(group, "--max-grad-norm", 0.5, "gradient clip, actor and critic together", float, 1e-6)
 
     group.add_argument(
         "--hidden",

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_bench_reports_every_figure():
     argv = ["bench.py", "--num-envs", "2", "--num-steps", "64", "--rounds", "1", "--rollouts", "3"]
     argv += ["--no-compile", "--json"]

@@ -253,12 +253,12 @@ def test_adam_and_clip_are_torchs():
     theta = torch.randn(100)
     reference = torch.nn.Parameter(theta.clone())
     adam = torch.optim.Adam([reference], lr=3e-4, eps=1e-5)
-    m, v, decay = torch.zeros(100), torch.zeros(100), torch.ones(2, dtype=torch.float64)
+    m, v, powers = torch.zeros(100), torch.zeros(100), torch.ones(2, dtype=torch.float64)
     for i in range(20):
         reference.grad = torch.randn(100) * 10 ** (i % 5 - 3)
         grad, norm = ppo.clip_norm(reference.grad.clone(), 0.5)
         assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_([reference], 0.5).item())
-        ppo.adam_(theta, m, v, decay, grad, 3e-4, 1e-5)
+        ppo.adam_(theta, m, v, powers, grad, 3e-4, 1e-5)
         adam.step()
     torch.testing.assert_close(theta, reference.detach(), atol=1e-6, rtol=0)
 
