@@ -57,7 +57,7 @@ def compare(name, actor, config, episodes):
     difference = paired_interval(episodes["deterministic"]["return"] - episodes["sampled"]["return"])
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
     row["start_entropy"] = start_entropy(actor, config, common.FINAL_SEEDS)
-    row["action_std"] = float(actor.log_std.exp().mean()) if config["actor"] == "gaussian" else None
+    row["action_std"] = float(actor.log_std.detach().exp().mean()) if config["actor"] == "gaussian" else None
     return row
 
 

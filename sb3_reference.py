@@ -107,7 +107,8 @@ def train(args, algo):
     args.workers = 1  # it steps its environments in this process
     algorithm = find_algorithm(algo)
     config = common.policy_config(args.env_id, args.continuous, args.hidden)
-    run = common.Run(argparse.Namespace(**vars(args), algo=algo), config, prefix=f"sb3-{algo}")
+    args.algo = algo
+    run = common.Run(args, config, prefix=f"sb3-{algo}")
     if run.finished:
         print(f"{run.path} has finished already; --overwrite starts it over")
         return run.path
