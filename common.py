@@ -902,6 +902,10 @@ class Run:
         """Make the folder, or take up what is there. Writes nothing where it refuses."""
         path, args = self.path, self.args
         try:
+            if args.overwrite and path.is_symlink():
+                raise UsageError(
+                    f"--overwrite: {path} is a symbolic link; give --runs-dir and --run-name of what it means"
+                )
             if args.overwrite and (path / "config.json").exists():
                 old = path.with_name(f".{path.name}.old")  # so that no half of it is left under its name
                 shutil.rmtree(old, ignore_errors=True)
@@ -985,7 +989,8 @@ class Run:
         self.progress.close()
         self.tensorboard.close()
         if kind is not None and issubclass(kind, KeyboardInterrupt):
-            print(f"stopped after {self.env_steps:,} steps; to go on: {command_line()}", file=sys.stderr)
+            verb = "go on" if (self.path / "checkpoint.pt").exists() else "start over"
+            print(f"stopped after {self.env_steps:,} steps; to {verb}: {command_line()}", file=sys.stderr)
 
     def elapsed(self):
         """Seconds of work in this run, over all its sittings."""

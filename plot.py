@@ -356,7 +356,7 @@ def results_table(groups, env_id, stochastic):
     def column(kind, continuous):
         runs = [run for run in groups.get((env_id, kind, continuous), []) if run.result]
         results = [run.result for run in runs]
-        both = [stochastic[run.path.name] for run in runs if run.path.name in stochastic]
+        both = [stochastic[run.path.resolve()] for run in runs if run.path.resolve() in stochastic]
 
         def of(name, field):
             return [r[name][field] if r[name] else None for r in results]
@@ -384,7 +384,7 @@ def results_table(groups, env_id, stochastic):
             "sampled": span(played("sampled_mean"), 0),
             "timeouts": percent(played("sampled_truncated")),
             "start_entropy": span(played("start_entropy"), 2),
-            "decision": span([np.median([r["decision_us"] for r in results])] if results else [], 1),
+            "decision": span([np.median([r.get("decision_us", np.nan) for r in results])] if results else [], 1),
             "minutes": summary([r["wall_clock_s"] / 60 for r in results], 1, False),
             "seeds": str(len(runs)) if runs else "",
         }
@@ -420,9 +420,11 @@ def results_table(groups, env_id, stochastic):
         for kind in ("sb3-a2c", "sb3-trpo"):
             other = column(kind, continuous)
             if other["seeds"]:
-                yield f"| {NAMES[kind]}, final policy; {other['seeds']} seeds | | | {other['final']} |"
+                plural = "s" * (other["seeds"] != "1")
+                yield f"| {NAMES[kind]}, final policy; {other['seeds']} seed{plural} | | | {other['final']} |"
         yield ""
-    machines = sorted({f"{r.versions['cpu']}, {r.versions['cores']} cores" for runs in groups.values() for r in runs})
+    versions = [run.versions for runs in groups.values() for run in runs]
+    machines = sorted({f"{v.get('cpu', 'unknown')}, {v.get('cores', '?')} cores" for v in versions})
     yield (
         '± is the standard deviation over seeds, [ ] the 95 % bootstrap interval of their mean, "to" spans the seeds. '
         f"Minutes with two runs side by side. Machine: {'; '.join(machines)}."
@@ -435,10 +437,12 @@ def results_table(groups, env_id, stochastic):
 
 
 def read_stochastic(root):
-    """Rows of every eval_stochastic.csv below root, by the name of the run's folder."""
+    """Rows of every eval_stochastic.csv below root by run folder; of several with one run, the topmost counts."""
     rows = {}
-    for path in sorted(Path(root).rglob(CSV_NAME)):
-        rows |= {Path(row["run"]).name: row for row in common.read_csv(path)}
+    for path in sorted(Path(root).rglob(CSV_NAME), key=lambda path: len(path.parts), reverse=True):
+        for row in common.read_csv(path):
+            folder = path.parent if (path.parent / "config.json").exists() else path.parent / row["run"]
+            rows[folder.resolve()] = row
     return rows
 
 
@@ -461,8 +465,8 @@ def figures(groups, env_id, stochastic):
     yield "ours-and-sb3", figure_against_sb3(groups, env_id)
     rows = []
     for continuous, runs in ours.items():
-        played = [run for run in runs if run.path.name in stochastic]
-        rows += [stochastic[run.path.name] | {"seed": run.seed, "continuous": continuous} for run in played]
+        played = [run for run in runs if run.path.resolve() in stochastic]
+        rows += [stochastic[run.path.resolve()] | {"seed": run.seed, "continuous": continuous} for run in played]
     every = [run for runs in ours.values() for run in runs]
     yield "deterministic-and-sampled", figure_stochastic(rows, every) if rows else "run eval_stochastic.py first"
     medians = {SPACES[c]: median_run(runs) for c, runs in ours.items()}

@@ -88,7 +88,7 @@ def record_best(run, workers, policy):
     episodes = fly(workers, policy, seeds)
     found = common.summarise(episodes, config)
     lines = [f"{len(seeds)} held-out starts: return {found['mean_return']:.1f} +- {found['std_return']:.1f}"]
-    for field, text in (("solved", f"score at least {config['solved_return']}"), ("landed", "land")):
+    for field, text in (("solved", f"score at least {config['solved_return'] or 0:g}"), ("landed", "land")):
         if found[field] == found[field]:
             lines.append(f"{round(found[field] * len(seeds))} of {len(seeds)} {text}")
     chosen = choose(episodes, config["solved_return"])
