@@ -1276,6 +1276,9 @@ def run_script(name, script):
             advice = "the same command would come to it again: try a lower --learning-rate under another --run-name"
         print(f"{name}: stopped: {error}; {advice}", file=sys.stderr)
         return 1
+    except OSError as error:  # a path that cannot be read or written; the text names it
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stop:
         return 143 if isinstance(stop, Terminated) else 130
     return 0

@@ -172,7 +172,7 @@ def figure_curves(ours, sb3, space):
                 draw(axis, ours, "metrics", name, colour, label, style)
             if sb3:
                 draw(axis, sb3, "metrics", "exact_kl", ORANGE, "exact, Stable-Baselines3")
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
             axis.legend(ncols=2)
             continue
         if sb3:

@@ -125,7 +125,10 @@ def parse_args(argv=None):
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the film [videos/RUN.mp4, videos/RUN-progression.mp4]"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.out and args.out.suffix != ".mp4":
+        parser.error(f"--out {args.out}: a film's name ends in .mp4")
+    return args
 
 
 def record(args):

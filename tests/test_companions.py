@@ -198,6 +198,15 @@ def test_film(runs, tmp_path, progression):
     assert fingerprint(run) == before and list(tmp_path.iterdir()) == [film]
 
 
+@pytest.mark.parametrize(("name", "out"), [("plot.py", "file/x"), ("record.py", "file/x.mp4"), ("record.py", "x.txt")])
+def test_a_place_that_cannot_be_written_is_one_line(runs, tmp_path, name, out):
+    (tmp_path / "file").write_text("")
+    folder = runs if name == "plot.py" else runs / "ppo_LunarLander-v3_s0"
+    result = script(name, folder, "--out", tmp_path / out)
+    assert result.returncode == 2 and str(tmp_path) in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
 def test_failures_are_filmed_first():
     episodes = {"return": np.array([250.0, 100.0, 260.0, -50.0, 270.0])}
     assert record.choose(episodes, 200) == [1, 3, 0, 2]
