@@ -635,6 +635,12 @@ def finish_evaluation(workers):
     return episodes
 
 
+def evaluate_with(workers, weights, seeds, deterministic=True):
+    """`evaluate`, spread over the workers, with nothing else to do meanwhile."""
+    start_evaluation(workers, weights, seeds, deterministic)
+    return finish_evaluation(workers)
+
+
 # ---------------------------------------------------------------------------------------------
 # Files and run folders
 # ---------------------------------------------------------------------------------------------
@@ -1067,8 +1073,7 @@ class Run:
         """The last evaluations, final.pt and result.json; then the checkpoint goes."""
         self.save_snapshots(weights)
         if self.args.eval_every:
-            start_evaluation(workers, weights, EVAL_SEEDS)
-            self.log_evaluation(finish_evaluation(workers), weights)
+            self.log_evaluation(evaluate_with(workers, weights, EVAL_SEEDS), weights)
         save_policy(self.path / "final.pt", weights, self.config, self.env_steps)
         result = {"env_steps": self.env_steps}
         for name in ("final", "best"):
@@ -1076,8 +1081,8 @@ class Run:
             if (self.path / f"{name}.pt").exists():
                 saved = torch.load(self.path / f"{name}.pt", weights_only=True)
                 if name == "final" or saved["env_steps"] != self.env_steps:  # the best policy may be the final one
-                    start_evaluation(workers, {k: w.numpy() for k, w in saved["actor"].items()}, FINAL_SEEDS)
-                    episodes = finish_evaluation(workers)
+                    saved_weights = {k: w.numpy() for k, w in saved["actor"].items()}
+                    episodes = evaluate_with(workers, saved_weights, FINAL_SEEDS)
                 summary = summarise(episodes, self.config)
                 result[name] = {"env_steps": saved["env_steps"], **summary, "returns": episodes["return"].tolist()}
         result["first_solved_steps"] = self.first_solved

@@ -71,8 +71,8 @@ def evaluate_runs(runs, num_workers):
                 pools[str(config)] = stack.enter_context(common.Workers(num_workers, config, 0, num_workers))
             workers, weights, episodes = pools[str(config)], common.actor_weights(actor), {}
             for way in ("deterministic", "sampled"):
-                common.start_evaluation(workers, weights, common.FINAL_SEEDS, way == "deterministic")
-                episodes[way] = common.finish_evaluation(workers)
+                deterministic = way == "deterministic"
+                episodes[way] = common.evaluate_with(workers, weights, common.FINAL_SEEDS, deterministic)
             rows.append(compare(name, actor, config, episodes))
     return rows
 

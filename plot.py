@@ -70,7 +70,7 @@ def columns(path):
 
 
 def load_runs(root):
-    """{(kind, continuous): runs by seed} of the LunarLander runs, or of the one other environment, below root."""
+    """{(env_id, kind, continuous): runs by seed} of all runs at or below root."""
     groups = defaultdict(list)
     for path in common.find_runs(root):
         run = LoadedRun(path)

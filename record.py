@@ -23,8 +23,7 @@ FILMED = 4
 
 def fly(workers, policy, seeds):
     """The deterministic episodes of a policy (actor, config) from these seeds, as from common.evaluate."""
-    common.start_evaluation(workers, common.actor_weights(policy[0]), seeds)
-    return common.finish_evaluation(workers)
+    return common.evaluate_with(workers, common.actor_weights(policy[0]), seeds)
 
 
 def choose(episodes, solved_return, count=FILMED):

@@ -127,20 +127,19 @@ def train(args, algo):
             clock = [time.monotonic()]
             model.learn(run.batch_size, reset_num_timesteps=False)
             clock += [model.update_began, time.monotonic()]
-            row = metrics_row(model, algo)
+            row = metrics_row(model)
             returns = model.get_env().env_method("get_episode_rewards")
             run.episodes.count = [len(of_one) for of_one in returns]
             run.episodes.recent = [(episode["r"], episode["l"]) for episode in model.ep_info_buffer]
             run.log_update(row, gradient_steps, [*clock, clock[-1]])
             if run.evaluation_due() and run.env_steps < args.total_timesteps:
                 weights = actor_weights(model.policy)
-                common.start_evaluation(workers, weights, common.EVAL_SEEDS)
-                run.log_evaluation(common.finish_evaluation(workers), weights)
+                run.log_evaluation(common.evaluate_with(workers, weights, common.EVAL_SEEDS), weights)
         run.finish(workers, actor_weights(model.policy))
     return run.path
 
 
-def metrics_row(model, algo):
+def metrics_row(model):
     """A row of metrics.csv from the model's logger; what Stable-Baselines3 does not measure stays empty.
 
     Its approximate KL is the last epoch's, and A2C's losses are those of the last of many updates.
