@@ -440,17 +440,20 @@ def evaluate(actor, config, seeds, deterministic=True):
     actor = as_numpy(actor)
     env = make_env(config["env_id"], config["continuous"])
     lander = hasattr(env.unwrapped, "lander")
-    episodes = []
-    for seed in seeds:
-        total, length, fuel = 0.0, 0, 0.0
-        for _, action, reward, terminated, truncated in play(actor, env, seed, deterministic):  # noqa: B007
-            total, length = total + reward, length + 1
-            fuel += lander_fuel(action) if lander else float("nan")
-        landed = float(terminated and reward == 100) if lander else float("nan")
-        episodes.append((total, length, truncated and not terminated, landed, fuel))
+    episodes = [score(play(actor, env, seed, deterministic), lander) for seed in seeds]
     env.close()
-    columns = zip(*episodes, strict=True) if episodes else [()] * len(EPISODE_FIELDS)
-    return {field: np.array(column) for field, column in zip(EPISODE_FIELDS, columns, strict=True)}
+    return {field: np.array([episode[field] for episode in episodes]) for field in EPISODE_FIELDS}
+
+
+def score(steps, lander):
+    """What an episode of `play` comes to, {field: value} over EPISODE_FIELDS; lander: whether it is LunarLander's."""
+    total, length, fuel = 0.0, 0, 0.0
+    for _, action, reward, terminated, truncated in steps:  # noqa: B007
+        total, length = total + reward, length + 1
+        fuel += lander_fuel(action) if lander else float("nan")
+    landed = float(terminated and reward == 100) if lander else float("nan")
+    episode = (total, length, truncated and not terminated, landed, fuel)
+    return dict(zip(EPISODE_FIELDS, episode, strict=True))
 
 
 def decision_us(actor, config, count=2000):
@@ -795,7 +798,7 @@ class EpisodeLog:
         self.returns = [0.0] * num_envs  # of the unfinished episodes, so far
         self.lengths = [0] * num_envs
         self.actions = [[] for _ in range(num_envs)]  # of the unfinished episodes, an array per rollout
-        self.obs = None  # [N, obs_dim], where the unfinished episodes stand
+        self.obs = np.zeros((num_envs, 0), np.float32)  # [N, obs_dim], where the unfinished episodes stand
         self.recent = []  # (return, length) of the last 100 that ended
 
     def add(self, rewards, dones, actions, obs):
@@ -893,7 +896,7 @@ class Run:
         self.episodes = EpisodeLog(args.num_envs)
         self.best, self.first_solved, self.wall_s = None, None, 0.0
         self._row_ended, self.compiled = None, False
-        self._checkpoint, self._checkpoint_cost, self._checkpoint_time = None, 0.0, float("-inf")
+        self.checkpoint, self._checkpoint_cost, self._checkpoint_time = None, 0.0, float("-inf")
         self._open()
 
     @property
@@ -930,7 +933,7 @@ class Run:
             if self.finished:
                 (path / "checkpoint.pt").unlink(missing_ok=True)
             elif (path / "checkpoint.pt").exists():
-                self._checkpoint = load_checkpoint(path / "checkpoint.pt")
+                self.checkpoint = load_checkpoint(path / "checkpoint.pt")
         except OSError as error:
             raise UsageError(f"cannot write the run folder {path}: {error.strerror}") from None
 
@@ -944,7 +947,7 @@ class Run:
 
     def restore(self, learner):
         """Put the checkpoint, if there is one, into the learner's tensors and this run's progress."""
-        state = self._checkpoint
+        state = self.checkpoint
         if state:
             for name, tensor in learner.items():
                 tensor.copy_(state["learner"][name])
@@ -960,7 +963,7 @@ class Run:
         log = self.episodes
         if self.env_steps >= self.args.total_timesteps:
             return  # only the last evaluations are left
-        if self._checkpoint is None:
+        if self.checkpoint is None:
             workers.start(Envs.begin, log.count)
             workers.results()
             return
@@ -977,7 +980,7 @@ class Run:
     def note_compiled(self, compiled):
         """Whether the update is compiled, or could not be; a run that goes on the other way says so."""
         self.compiled = compiled
-        if self._checkpoint and self._checkpoint["compiled"] != compiled:
+        if self.checkpoint and self.checkpoint["compiled"] != compiled:
             self.progress.say(
                 f"so far the update was {'not ' * compiled}compiled, and now it is{' not' * (not compiled)}: "
                 "from here on it rounds differently, and the bits are not those of an undisturbed run"

@@ -281,12 +281,14 @@ def figure_progression(run, starts):
     for axis, path in zip(axes, paths, strict=True):
         actor, config = common.load_policy(path)
         numpy_actor, env = common.as_numpy(actor), common.make_env(config["env_id"], config["continuous"])
-        episodes = common.evaluate(actor, config, starts)
-        for seed, landed in zip(starts, episodes["landed"], strict=True):
-            flown = np.array([obs[:2] for obs, *_ in common.play(numpy_actor, env, seed)])
+        episodes = []
+        for seed in starts:
+            steps = list(common.play(numpy_actor, env, seed))
+            episodes.append(common.score(steps, lander=True))
+            flown, landed = np.array([obs[:2] for obs, *_ in steps]), episodes[-1]["landed"]
             axis.plot(*flown.T, color=BLUE if landed else ORANGE, lw=0.7, alpha=0.8, ls="-" if landed else "--")
         env.close()
-        found = common.summarise(episodes, config)
+        found = common.summarise({k: np.array([e[k] for e in episodes]) for k in common.EPISODE_FIELDS}, config)
         axis.set(xlim=(-1.1, 1.1), ylim=(-0.1, 1.7), xlabel="sideways", title=f"{float(path.stem):g} % of training")
         axis.text(
             0.5, -0.3, f"return {found['mean_return']:.0f}, landed {found['landed']:.0%}\n"

@@ -278,7 +278,7 @@ def train(args):
         batch_size = args.num_envs * args.num_steps
         minibatch_steps = make_minibatch_steps(nets, args)
         if args.compile:
-            run.progress.say("compiling the gradient step, about 20 s the first time on a machine")
+            run.progress.say("compiling the gradient step, about 25 s the first time on a machine")
             epoch = minibatches(np.random.default_rng(0), batch_size, args.minibatch_size)
             shapes = {idx.shape for idx in epoch}
             plain = minibatch_steps

@@ -2,11 +2,13 @@
 
     python record.py runs/ppo_LunarLander-v3_s0                  # the best policy on held-out starts
     python record.py runs/ppo_LunarLander-v3_s0 --progression    # one start, flown by each snapshot in turn
+    python record.py runs/ppo_LunarLander-v3_s0 --out best.gif   # a small one for a README
 
 Recording reads policy files and changes nothing in the run.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ import common
 
 SIZE = 640, 400  # pixels, width and height
 FILMED = 4
+GIF_EVERY = 4  # a GIF shows every fourth picture, at half the size
 
 
 def fly(workers, policy, seeds):
@@ -59,12 +62,16 @@ def caption(picture, text):
 
 
 def write_film(path, pictures, fps):
-    """Write an H.264 film, under its own name only once it is whole. Returns how many frames it has."""
+    """Write an H.264 film or a GIF, under its own name only once it is whole. Returns how many frames it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
+    options = {"fps": fps, "codec": "libx264", "macro_block_size": 8, "quality": 7}
+    if path.suffix == ".gif":
+        pictures = map(halved, itertools.islice(pictures, 0, None, GIF_EVERY))
+        options = {"duration": 1000 * GIF_EVERY / fps, "loop": 0, "subrectangles": True}
     count = 0
     try:
-        with imageio.get_writer(temporary, fps=fps, codec="libx264", macro_block_size=8, quality=7) as film:
+        with imageio.get_writer(temporary, **options) as film:
             for picture in pictures:
                 film.append_data(picture)
                 count += 1
@@ -72,6 +79,12 @@ def write_film(path, pictures, fps):
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def halved(picture):
+    """Half the size, and few colours, so that pictures after one another differ in few places."""
+    small = Image.fromarray(picture).resize((SIZE[0] // 2, SIZE[1] // 2), Image.Resampling.BOX)
+    return np.asarray(small.quantize(32, dither=Image.Dither.NONE).convert("RGB"))
 
 
 def frames_per_second(config):
@@ -122,11 +135,11 @@ def parse_args(argv=None):
         help=f"the start of --progression [{common.VIDEO_SEEDS[0]}]",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the film [videos/RUN.mp4, videos/RUN-progression.mp4]"
+        "--out", type=Path, metavar="FILE", help="the film, .mp4 or .gif [videos/RUN.mp4, videos/RUN-progression.mp4]"
     )
     args = parser.parse_args(argv)
-    if args.out and args.out.suffix != ".mp4":
-        parser.error(f"--out {args.out}: a film's name ends in .mp4")
+    if args.out and args.out.suffix not in (".mp4", ".gif"):
+        parser.error(f"--out {args.out}: a film's name ends in .mp4 or .gif")
     return args
 
 
@@ -145,7 +158,7 @@ def record(args):
     print("\n".join(lines))
     fps = frames_per_second(config)
     count = write_film(out, pictures, fps)
-    print(f"{out}: {count} frames, {count / fps:.1f} s")
+    print(f"{out}: {count} frames, {count / fps * (GIF_EVERY if out.suffix == '.gif' else 1):.1f} s")
 
 
 def main(argv=None):

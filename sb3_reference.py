@@ -12,6 +12,7 @@ plot.py and eval_stochastic.py read both alike. As a reference only: nothing of 
 import argparse
 import sys
 import time
+from collections import deque
 
 import torch
 from stable_baselines3 import A2C, PPO
@@ -101,8 +102,25 @@ def watch(model):
     model.train = train
 
 
+def learner(model):
+    """What a checkpoint holds of the model."""
+    return {"policy": model.policy.state_dict(), "optimizer": model.policy.optimizer.state_dict()}
+
+
+def restore(model, run):
+    """Go on from the checkpoint, if there is one, in fresh episodes: the same kind of run, not the same bits."""
+    run.restore({})
+    if run.checkpoint:
+        model.policy.load_state_dict(run.checkpoint["learner"]["policy"])
+        model.policy.optimizer.load_state_dict(run.checkpoint["learner"]["optimizer"])
+        model.num_timesteps = run.env_steps
+        model.ep_info_buffer = deque(({"r": r, "l": length} for r, length in run.episodes.recent), maxlen=100)
+        model.ep_success_buffer = deque(maxlen=100)
+        model.set_random_seed(run.args.seed + run.update)
+
+
 def train(args, algo):
-    """Train one run, and return its folder (a Path). An unfinished run starts over."""
+    """Train one run, or take up an unfinished one, and return its folder (a Path)."""
     torch.set_num_threads(1)
     args.workers = 1  # it steps its environments in this process
     algorithm = find_algorithm(algo)
@@ -113,8 +131,9 @@ def train(args, algo):
         print(f"{run.path} has finished already; --overwrite starts it over")
         return run.path
     print(f"Stable-Baselines3's {algo.upper()} at ppo.py's arguments:", *counterparts(args, algo), sep="\n")
-    run.restore({})
     model = make_model(args, algo, algorithm)
+    restore(model, run)
+    earlier_episodes = run.episodes.count
     watch(model)
     gradient_steps = {
         "ppo": args.update_epochs * -(-run.batch_size // args.minibatch_size),
@@ -129,12 +148,14 @@ def train(args, algo):
             clock += [model.update_began, time.monotonic()]
             row = metrics_row(model)
             returns = model.get_env().env_method("get_episode_rewards")
-            run.episodes.count = [len(of_one) for of_one in returns]
+            run.episodes.count = [n + len(of_one) for n, of_one in zip(earlier_episodes, returns, strict=True)]
             run.episodes.recent = [(episode["r"], episode["l"]) for episode in model.ep_info_buffer]
             run.log_update(row, gradient_steps, [*clock, clock[-1]])
             if run.evaluation_due() and run.env_steps < args.total_timesteps:
                 weights = actor_weights(model.policy)
                 run.log_evaluation(common.evaluate_with(workers, weights, common.EVAL_SEEDS), weights)
+            run.save_checkpoint(learner(model))
+        run.save_checkpoint(learner(model), now=True)
         run.finish(workers, actor_weights(model.policy))
     return run.path
 
@@ -165,7 +186,7 @@ def parse_args(argv=None):
         prog="sb3_reference.py",
         description="Train Stable-Baselines3 at ppo.py's hyper-parameters, as a reference. Takes ppo.py's flags, such "
         "as --seed, --continuous, --total-timesteps, --runs-dir or --overwrite, where Stable-Baselines3 has a "
-        "counterpart. A finished run is passed over; an unfinished one starts over.",
+        "counterpart. A finished run is passed over; an unfinished one goes on, in fresh episodes.",
         allow_abbrev=False,
     )
     parser.add_argument("--algo", choices=sorted(ARGUMENTS), default="ppo", help="trpo needs sb3-contrib [ppo]")

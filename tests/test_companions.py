@@ -1,5 +1,6 @@
 """The scripts around ppo.py: evaluation both ways, the reference, figures, table and films."""
 
+import copy
 import hashlib
 import math
 import subprocess
@@ -147,6 +148,36 @@ def test_other_algorithms(tmp_path, algo):
     assert len(common.read_csv(run / "metrics.csv")) == 2 and (run / "final.pt").exists()
 
 
+@pytest.mark.parametrize("algo", ["ppo", "trpo"])
+def test_the_reference_goes_on_where_it_was_stopped(tmp_path, monkeypatch, algo):
+    argv = ["--algo", algo, "--num-envs", "4", "--num-steps", "64", "--total-timesteps", "768", "--eval-every", "0"]
+    argv += ["--runs-dir", str(tmp_path)]
+    log_update = common.Run.log_update
+
+    def stop_in_the_second_update(run, *args):
+        log_update(run, *args)
+        if run.update == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(common.Run, "log_update", stop_in_the_second_update)
+    with pytest.raises(KeyboardInterrupt):
+        sb3_reference.train(*sb3_reference.parse_args(argv))
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    learner = common.load_checkpoint(folder / "checkpoint.pt")["learner"]
+    watch, policies = sb3_reference.watch, []
+
+    def note_the_policy(model):
+        policies.append(copy.deepcopy(model.policy.state_dict()))
+        watch(model)
+
+    monkeypatch.setattr(sb3_reference, "watch", note_the_policy)
+    sb3_reference.train(*sb3_reference.parse_args(argv))
+    assert all((policies[0][name] == value).all() for name, value in learner["policy"].items())
+    rows = common.read_csv(folder / "metrics.csv")
+    assert [row["env_steps"] for row in rows] == ["256", "512", "768"]
+
+
 def test_figures_and_table_from_run_folders(runs, tmp_path):
     script("eval_stochastic.py", runs)
     before = fingerprint(runs)
@@ -205,6 +236,14 @@ def test_a_place_that_cannot_be_written_is_one_line(runs, tmp_path, name, out):
     result = script(name, folder, "--out", tmp_path / out)
     assert result.returncode == 2 and str(tmp_path) in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+def test_a_gif_is_small(runs, tmp_path):
+    result = script("record.py", runs / "ppo_LunarLander-v3_s0", "--progression", "--out", tmp_path / "film.gif")
+    assert result.returncode == 0, result.stderr
+    with imageio.get_reader(tmp_path / "film.gif") as reader:
+        pictures = list(reader)
+    assert f"film.gif: {len(pictures)} frames" in result.stdout and pictures[0].shape[:2] == (200, 320)
 
 
 def test_failures_are_filmed_first():
