@@ -144,8 +144,8 @@ class Parts:
         torch.set_num_threads(1)
         self.args, self.obs_dim = args, config["obs_dim"]
         self.batch_size = args.num_envs * args.num_steps
-        self.nets = ppo.ActorCritic(common.build_actor(config), common.Critic(self.obs_dim, args.hidden))
-        self.learner = ppo.make_learner(self.nets)
+        self.nets = ppo.ActorCritic(common.build_actor(config), common.build_critic(config))
+        self.learner = ppo.make_learner(self.nets, args.learning_rate)
         self.rollout = ppo.example_rollout(config, self.batch_size)
         self.steps = self.compile() if args.compile else ppo.make_minibatch_steps(self.nets, args)
 
@@ -187,7 +187,7 @@ class Parts:
 def bench(argv, rounds, rollouts):
     """All measurements as {name: number or [median, smallest, largest]}. argv: ppo.py's arguments."""
     args = ppo.parse_args(argv)
-    config = common.policy_config(args.env_id, args.continuous, args.hidden)
+    config = common.config_of(args)
     cores, batch_size = common.available_cores(), args.num_envs * args.num_steps
     quiet = [*argv, "--eval-every", "0"]
     parts, sb3 = Parts(args, config), make_sb3(args)

@@ -1,6 +1,8 @@
 """What the scripts share: networks, environments, evaluation, worker processes and run folders."""
 
 import argparse
+import ast
+import contextlib
 import copy
 import csv
 import difflib
@@ -22,14 +24,16 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
-from torch.distributions import Categorical, Independent, Normal
+from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
+from torch.distributions.kl import register_kl
 from tqdm import tqdm
 
 # Held-out seeds (page sections 6 and 7). Training episodes start from seeds below 2**28, far away.
@@ -60,39 +64,106 @@ class RunError(Exception):
 # ---------------------------------------------------------------------------------------------
 
 
-class MLP(nn.Module):
-    """in_dim -> *hidden -> out_dim with tanh; orthogonal weights, gain sqrt(2) inside, zero biases."""
+class Normaliser(nn.Module):
+    """Running mean and variance of rows [n, *shape], to centre and scale further rows by (--norm-obs).
 
-    def __init__(self, in_dim, out_dim, out_gain, hidden=(64, 64)):
+    Three float64 buffers, so that a policy file carries them; they move only in `update`.
+    """
+
+    LIMIT = 10.0
+
+    def __init__(self, *shape):
         super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+
+    def update(self, x):
+        """Take in rows x, [n, *shape]: the parallel update of Chan, Golub & LeVeque (1979)."""
+        x, count = x.double(), self.count + len(x)
+        difference = x.mean(0) - self.mean
+        squares = self.variance * self.count + x.var(0, correction=0) * len(x)
+        squares += difference**2 * self.count * len(x) / count
+        self.mean += difference * len(x) / count
+        self.variance.copy_(squares / count)
+        self.count.copy_(count)
+
+    def parameters_now(self):
+        """(mean, scale) as `mlp` takes them, [*shape] float32."""
+        return self.mean.float(), (self.variance + 1e-8).rsqrt().float()
+
+
+class RewardScale(nn.Module):
+    """Rewards divided by the running standard deviation of their discounted sum (--norm-reward).
+
+    Engstrom et al. 2020, section 3; as Stable-Baselines3's VecNormalize does it, but a whole rollout at a time.
+    """
+
+    def __init__(self, num_envs, gamma):
+        super().__init__()
+        self.gamma, self.sums = gamma, Normaliser()
+        self.register_buffer("sum", torch.zeros(num_envs, dtype=torch.float64))
+
+    def forward(self, rewards, dones):
+        """Take in a rollout's rewards, [T, N], and return them scaled."""
+        sums = torch.empty_like(rewards, dtype=torch.float64)
+        for t in range(len(rewards)):
+            sums[t] = self.sum * self.gamma + rewards[t]
+            self.sum.copy_(sums[t].masked_fill(dones[t], 0))
+        self.sums.update(sums.flatten())
+        _, scale = self.sums.parameters_now()
+        return (rewards * scale).clamp(-Normaliser.LIMIT, Normaliser.LIMIT)
+
+
+class MLP(nn.Module):
+    """in_dim -> *hidden -> out_dim; orthogonal weights, gain sqrt(2) inside, zero biases.
+
+    norm: a Normaliser that the inputs pass first. ortho_init=False keeps PyTorch's initialisation.
+    """
+
+    def __init__(self, in_dim, out_dim, out_gain, hidden=(64, 64), activation="tanh", norm_obs=False, ortho_init=True):
+        super().__init__()
+        self.activation, self.norm = activation, Normaliser(in_dim) if norm_obs else None
         self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in itertools.pairwise((in_dim, *hidden, out_dim)))
-        for layer in self.layers:
+        for layer in self.layers if ortho_init else ():
             nn.init.orthogonal_(layer.weight, out_gain if layer is self.layers[-1] else 2**0.5)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x):
-        return mlp([(layer.weight, layer.bias) for layer in self.layers], x)
+        norm = self.norm and self.norm.parameters_now()
+        return mlp([(layer.weight, layer.bias) for layer in self.layers], x, self.activation, norm)
 
 
-def mlp(layers, x):
-    """The network as a function: layers [(weight, bias), ...], x [n, in_dim] -> [n, out_dim]; tensors or arrays."""
+def mlp(layers, x, activation="tanh", norm=None):
+    """The network as a function: layers [(weight, bias), ...], x [n, in_dim] -> [n, out_dim]; tensors or arrays.
+
+    norm: (mean, scale), each [in_dim], of the inputs.
+    """
+    f = ACTIVATIONS[activation, type(x)]
+    if norm:
+        x = ((x - norm[0]) * norm[1]).clip(-Normaliser.LIMIT, Normaliser.LIMIT)
     *hidden, (out_weight, out_bias) = layers
     for weight, bias in hidden:
-        x = array_module(x).tanh(x @ weight.T + bias)
+        x = f(x @ weight.T + bias)
     return x @ out_weight.T + out_bias
 
 
-def array_module(x):
-    """The module that x belongs to: torch for a tensor, numpy for an array."""
-    return torch if isinstance(x, torch.Tensor) else np
+ACTIVATIONS = {
+    ("tanh", torch.Tensor): torch.tanh,
+    ("tanh", np.ndarray): np.tanh,
+    ("relu", torch.Tensor): torch.relu,
+    ("relu", np.ndarray): lambda x: np.maximum(x, 0),
+}
 
 
 def as_numpy(actor):
     """A copy of an actor that takes and gives arrays: 4 times as fast at the batch sizes of an environment loop."""
     actor = copy.deepcopy(actor)
-    layers = [(np.asfortranarray(x.weight.detach()), x.bias.detach().numpy()) for x in actor.net.layers]
+    net = actor.net
+    layers = [(np.asfortranarray(x.weight.detach()), x.bias.detach().numpy()) for x in net.layers]
+    norm = net.norm and tuple(x.numpy() for x in net.norm.parameters_now())
     del actor.net  # a registered module must go before a plain function can have its name
-    actor.net = functools.partial(mlp, layers)
+    actor.net = functools.partial(mlp, layers, activation=net.activation, norm=norm)
     for name, param in list(actor.named_parameters()):
         delattr(actor, name)
         setattr(actor, name, param.detach().numpy())
@@ -100,11 +171,14 @@ def as_numpy(actor):
 
 
 class CategoricalActor(nn.Module):
-    """pi(a|s) for Discrete actions: a softmax over an MLP's logits. 4,996 parameters for 8 -> 4."""
+    """pi(a|s) for Discrete actions: a softmax over an MLP's logits. 4,996 parameters for 8 -> 4.
 
-    def __init__(self, obs_dim, n_actions, hidden=(64, 64)):
+    net: the MLP's keywords, here and in the other networks.
+    """
+
+    def __init__(self, obs_dim, n_actions, **net):
         super().__init__()
-        self.net = MLP(obs_dim, n_actions, out_gain=0.01, hidden=hidden)
+        self.net = MLP(obs_dim, n_actions, out_gain=0.01, **net)
         self.noise_dim = n_actions
 
     def forward(self, obs):
@@ -124,16 +198,67 @@ class CategoricalActor(nn.Module):
         return (self.net(obs) + noise).argmax(-1)
 
 
+class Categoricals(Distribution):
+    """Independent categoricals, one per entry of an action: log-probabilities and entropies are their sums."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        super().__init__(parts[0].batch_shape, torch.Size([len(parts)]), validate_args=False)
+
+    def log_prob(self, actions):
+        """actions: [..., len(parts)] -> [...]."""
+        return sum(part.log_prob(action) for part, action in zip(self.parts, actions.unbind(-1), strict=True))
+
+    def entropy(self):
+        return sum(part.entropy() for part in self.parts)
+
+    def sample(self, shape=()):
+        return torch.stack([part.sample(shape) for part in self.parts], -1)
+
+
+@register_kl(Categoricals, Categoricals)
+def _kl_categoricals(p, q):
+    return sum(kl_divergence(*parts) for parts in zip(p.parts, q.parts, strict=True))
+
+
+class MultiCategoricalActor(CategoricalActor):
+    """pi(a|s) for MultiDiscrete and MultiBinary actions: a softmax over nvec[k] logits for each entry k."""
+
+    def __init__(self, obs_dim, nvec, **net):
+        super().__init__(obs_dim, sum(nvec), **net)
+        self.nvec = nvec
+
+    def forward(self, obs):
+        """[..., obs_dim] -> Categoricals over [..., len(nvec)]; log_prob and entropy are [...]."""
+        return Categoricals([Categorical(logits=part, validate_args=False) for part in self._split(self.net(obs))])
+
+    def mode(self, obs):
+        """[n, obs_dim] -> the most likely action of each row, [n, len(nvec)]."""
+        return self._argmax(self.net(obs))
+
+    def sample(self, obs, noise):
+        """a ~ pi(.|s) as a function of its noise: [n, obs_dim] -> [n, len(nvec)]."""
+        return self._argmax(self.net(obs) + noise)
+
+    def _split(self, logits):
+        ends = itertools.accumulate(self.nvec)
+        return [logits[..., end - n : end] for n, end in zip(self.nvec, ends, strict=True)]
+
+    def _argmax(self, logits):
+        stack = torch.stack if isinstance(logits, torch.Tensor) else np.stack
+        return stack([part.argmax(-1) for part in self._split(logits)], -1)
+
+
 class GaussianActor(nn.Module):
-    """pi(a|s) for Box actions: N(mu(s), diag(sigma^2)), sigma independent of s and 1 at the start.
+    """pi(a|s) for Box actions: N(mu(s), diag(sigma^2)), sigma independent of s and exp(log_std_init) at the start.
 
     Page section 7. 4,868 parameters for 8 -> 2.
     """
 
-    def __init__(self, obs_dim, act_dim, hidden=(64, 64)):
+    def __init__(self, obs_dim, act_dim, log_std_init=0.0, **net):
         super().__init__()
-        self.net = MLP(obs_dim, act_dim, out_gain=0.01, hidden=hidden)
-        self.log_std = nn.Parameter(torch.zeros(act_dim))
+        self.net = MLP(obs_dim, act_dim, out_gain=0.01, **net)
+        self.log_std = nn.Parameter(torch.full((act_dim,), float(log_std_init)))
         self.noise_dim = act_dim
 
     def forward(self, obs):
@@ -151,26 +276,39 @@ class GaussianActor(nn.Module):
 
     def sample(self, obs, noise):
         """a ~ pi(.|s) as a function of its noise, mu + sigma * noise: [n, obs_dim] -> [n, act_dim]."""
-        return self.net(obs) + array_module(obs).exp(self.log_std) * noise
+        exp = torch.exp if isinstance(obs, torch.Tensor) else np.exp
+        return self.net(obs) + exp(self.log_std) * noise
 
 
 class Critic(nn.Module):
     """V(s), [..., obs_dim] -> [...]. 4,801 parameters for 8 inputs."""
 
-    def __init__(self, obs_dim, hidden=(64, 64)):
+    def __init__(self, obs_dim, **net):
         super().__init__()
-        self.net = MLP(obs_dim, 1, out_gain=1.0, hidden=hidden)
+        self.net = MLP(obs_dim, 1, out_gain=1.0, **net)
 
     def forward(self, obs):
         return self.net(obs).squeeze(-1)
 
 
-ACTORS = {"categorical": CategoricalActor, "gaussian": GaussianActor}
+ACTORS = {"categorical": CategoricalActor, "multicategorical": MultiCategoricalActor, "gaussian": GaussianActor}
+NET_KEYS = ("hidden", "activation", "norm_obs")  # what a policy config says of its network
 
 
-def build_actor(config):
-    """The actor that a policy config (see `policy_config`) describes, with fresh weights."""
-    return ACTORS[config["actor"]](config["obs_dim"], config["act_dim"], config["hidden"])
+def build_actor(config, **init):
+    """The actor that a policy config (see `policy_config`) describes, with fresh weights.
+
+    init: ortho_init; log_std_init, for Box actions.
+    """
+    net = {key: config[key] for key in NET_KEYS}
+    if config["actor"] != "gaussian":
+        init.pop("log_std_init", None)
+    return ACTORS[config["actor"]](config["obs_dim"], config["act_dim"], **net, **init)
+
+
+def build_critic(config, ortho_init=True):
+    """The critic beside that actor, with fresh weights."""
+    return Critic(config["obs_dim"], ortho_init=ortho_init, **{key: config[key] for key in NET_KEYS})
 
 
 def explained_variance(values, returns):
@@ -236,47 +374,98 @@ def _make(spec, kwargs):
             raise UsageError(f"{spec.id} needs Box2D: pip install 'gymnasium[box2d]'") from None
         raise UsageError(f"{spec.id}: {error}") from None
     except Exception as error:
-        raise UsageError(f"{spec.id} cannot be made: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{spec.id} cannot be made: {type(error).__name__}: {first_line(error)}") from None
 
 
-def policy_config(env_id, continuous=False, hidden=(64, 64)):
+def make_policys_env(config, **kwargs):
+    """The environment that a policy config describes."""
+    return make_env(config["env_id"], config["continuous"], **config["env_kwargs"], **kwargs)
+
+
+def policy_config(env_id, continuous=False, env_kwargs=None, *, hidden=(64, 64), activation="tanh", norm_obs=False):
     """All that playing a policy takes besides its weights; stored in every policy file.
 
-    Raises UsageError where the spaces are not supported: observations are a Box, flattened to a
-    vector; actions are Discrete or a Box.
+    Raises UsageError where the spaces are not supported. Observations are a Box, flattened, or Discrete, one-hot;
+    actions are Discrete, MultiDiscrete, MultiBinary or a Box of floats.
     """
-    env = make_env(env_id, continuous)
+    env_kwargs = dict(env_kwargs or {})
+    env = make_env(env_id, continuous, **env_kwargs)
     observations, actions = env.observation_space, env.action_space
     threshold = env.spec.reward_threshold
     env.close()
-    if not isinstance(observations, Box):
-        raise UsageError(f"{env_id}: observations must be a Box, not {observations}")
+    if not isinstance(observations, (Box, Discrete)):
+        raise UsageError(f"{env_id}: observations must be a Box or Discrete, not {observations}")
     if isinstance(actions, Discrete):
         actor, act_dim = "categorical", int(actions.n)
+    elif isinstance(actions, MultiDiscrete):
+        actor, act_dim = "multicategorical", actions.nvec.ravel().tolist()
+    elif isinstance(actions, MultiBinary):
+        actor, act_dim = "multicategorical", [2] * int(np.prod(actions.shape))
     elif isinstance(actions, Box) and np.issubdtype(actions.dtype, np.floating):
         actor, act_dim = "gaussian", int(np.prod(actions.shape))
     else:
-        raise UsageError(f"{env_id}: actions must be Discrete or a Box of floats, not {actions}")
+        raise UsageError(
+            f"{env_id}: actions must be Discrete, MultiDiscrete, MultiBinary or a Box of floats, not {actions}"
+        )
+    obs_dim = int(observations.n if isinstance(observations, Discrete) else np.prod(observations.shape))
+    if not obs_dim or not act_dim:
+        raise UsageError(f"{env_id}: {observations} and {actions} leave nothing to observe or to do")
     return {
         "env_id": env_id,
         "continuous": bool(continuous),
+        "env_kwargs": env_kwargs,
         "actor": actor,
-        "obs_dim": int(np.prod(observations.shape)),
+        "obs_dim": obs_dim,
         "act_dim": act_dim,
         "hidden": list(hidden),
+        "activation": activation,
+        "norm_obs": bool(norm_obs),
         "solved_return": None if threshold is None else float(threshold),
     }
 
 
-def environment_actions(actions, space):
-    """The actions as environments receive them: [n] int64, or [n, *shape] clipped to the Box, then a copy.
-
-    Only this copy is clipped; what is stored and scored is the action as sampled (page section 7).
-    """
+def flat_observation(obs, space):
+    """An observation as the networks take it, [obs_dim] float32 and a copy: a Box flattened, Discrete one-hot."""
     if isinstance(space, Discrete):
-        return actions + space.start if space.start else actions
-    clipped = np.minimum(np.maximum(actions, space.low.ravel()), space.high.ravel())  # a third of clip's time
-    return clipped.reshape(-1, *space.shape)
+        if not space.contains(obs):
+            raise ValueError(f"the observation {obs} is not in {space}")
+        row = np.zeros(int(space.n), dtype=np.float32)
+        row[int(obs - space.start)] = 1
+        return row
+    return np.array(obs, dtype=np.float32).ravel()
+
+
+UNBOUNDED = 1e6  # a Box's dimension that is wider than this counts as one without bounds
+
+
+def action_map(space):
+    """The function from actions as sampled, [n, ...], to actions as the environment takes them, in its space.
+
+    A Box's dimension with both bounds has its action's [-1, 1] laid over them; one without takes the action as it
+    is. Then it is clipped to whatever bounds there are. Only this copy is clipped: what is stored and scored is the
+    action as sampled (page section 7).
+    """
+    shape, dtype = space.shape, space.dtype
+    if not isinstance(space, Box):
+        start = getattr(space, "start", 0)
+        return lambda actions: (actions.reshape(-1, *shape) + start).astype(dtype)
+
+    low, high = space.low.ravel(), space.high.ravel()
+    width = high.astype(np.float64) - low
+    bounded = width < UNBOUNDED
+    centre = np.where(bounded, low + width / 2, 0)
+    half = np.where(bounded, width / 2, 1)
+    scaled = (centre != 0).any() or (half != 1).any()
+
+    def to_environment(actions):
+        if not math.isfinite(actions.sum()):
+            raise RunError(f"the policy's action is not finite: {actions}", repeats=True)
+        if scaled:
+            actions = centre + half * actions
+        clipped = np.minimum(np.maximum(actions, low), high)  # a third of clip's time
+        return clipped.reshape(-1, *shape).astype(dtype, copy=False)
+
+    return to_environment
 
 
 def stream(purpose, seed, *index):
@@ -305,13 +494,10 @@ class Envs:
     def __init__(self, config, seed, num_envs, rows):
         self.config, self.seed, self.rows, self.num_envs = config, seed, rows, num_envs
         # gymnasium's checker warns about a badly made environment; one of them is enough to tell
-        self.envs = [
-            make_env(config["env_id"], config["continuous"], disable_env_checker=True if i else None) for i in rows
-        ]
-        self.action_space = self.envs[0].action_space
+        self.envs = [make_policys_env(config, disable_env_checker=True if i else None) for i in rows]
+        self.space, self.to_environment = self.envs[0].observation_space, action_map(self.envs[0].action_space)
         self.obs = np.zeros((num_envs, config["obs_dim"]), dtype=np.float32)
         self._rows = self.obs[rows.start : rows.stop]  # a view
-        self._unflattened = self._rows.reshape(len(rows), *self.envs[0].observation_space.shape)  # another
         self.actor = build_actor(config)  # its weights come with each call
         self.episodes = [0] * len(rows)  # which episode each environment is in
         self.steps = 0  # how many steps each environment has taken
@@ -333,7 +519,7 @@ class Envs:
             self._reset(i)
             if actions is None:
                 continue
-            for action in environment_actions(actions[index], self.action_space):
+            for action in self.to_environment(actions[index]):
                 _, terminated, truncated = self._step(i, action)
                 if terminated or truncated:
                     break
@@ -352,7 +538,7 @@ class Envs:
         """
         self.steps += 1
         rewards, terminated, truncated, cut = [], [], [], []
-        for i, action in enumerate(environment_actions(actions, self.action_space)):
+        for i, action in enumerate(self.to_environment(actions)):
             reward, term, trunc = self._step(i, action)
             rewards.append(reward)
             terminated.append(term)
@@ -372,7 +558,7 @@ class Envs:
         """One step of environment i, its observation flattened into row i: reward, terminated, truncated."""
         try:
             obs, reward, terminated, truncated, _ = self.envs[i].step(action)
-            self._unflattened[i] = obs
+            self._rows[i] = flat_observation(obs, self.space)
             return float(reward), bool(terminated), bool(truncated)
         except Exception as error:
             raise RunError(f"{self._where(i)} raised in step: {type(error).__name__}: {error}") from error
@@ -387,7 +573,7 @@ class Envs:
         """Begin the episode that environment i is in."""
         try:
             obs, _ = self.envs[i].reset(seed=episode_seed(self.seed, self.rows[i], self.episodes[i]))
-            self._unflattened[i] = obs
+            self._rows[i] = flat_observation(obs, self.space)
         except Exception as error:
             raise RunError(f"{self._where(i)} raised in reset: {type(error).__name__}: {error}") from error
         self._check(i, 0.0)
@@ -409,6 +595,9 @@ class Envs:
 # ---------------------------------------------------------------------------------------------
 
 
+UNLIMITED_STEPS = 10_000  # where an environment has no time limit, an evaluation's episode ends here, as truncated
+
+
 def play(actor, env, seed, deterministic=True):
     """One episode from a reset seed, step by step: yields (obs, action, reward, terminated, truncated).
 
@@ -417,17 +606,25 @@ def play(actor, env, seed, deterministic=True):
     3.5); otherwise a sample, from a generator of the episode's own.
     """
     rng = stream("evaluation", int(seed))  # not default_rng(seed), which is the environment's own stream
+    to_environment = action_map(env.action_space)
+    limit = UNLIMITED_STEPS if env.spec.max_episode_steps is None else math.inf
     obs, _ = env.reset(seed=int(seed))
-    ended = False
+    ended, step = False, 0
     while not ended:
-        state = np.array(obs, dtype=np.float32).reshape(1, -1)
+        state = flat_observation(obs, env.observation_space)[None]
+        if not math.isfinite(state.sum()):
+            raise RunError(
+                f"the evaluation from seed {seed} met an observation that is not finite: {obs}", repeats=True
+            )
         action = actor.mode(state) if deterministic else actor.sample(state, actor.noise(rng, 1))
-        action = environment_actions(action, env.action_space)[0]
+        action = to_environment(action)[0]
         obs, reward, terminated, truncated, _ = env.step(action)
+        step, reward = step + 1, float(reward)
         if not math.isfinite(reward):
             raise RunError(f"the evaluation from seed {seed} met a reward that is not finite: {reward}", repeats=True)
+        truncated = bool(truncated or step == limit)
         ended = terminated or truncated
-        yield state[0], action, float(reward), terminated, truncated
+        yield state[0], action, reward, bool(terminated), truncated
 
 
 def evaluate(actor, config, seeds, deterministic=True):
@@ -438,7 +635,7 @@ def evaluate(actor, config, seeds, deterministic=True):
     main, 0.03 side, scaled by throttle) are NaN off LunarLander.
     """
     actor = as_numpy(actor)
-    env = make_env(config["env_id"], config["continuous"])
+    env = make_policys_env(config)
     lander = hasattr(env.unwrapped, "lander")
     episodes = [score(play(actor, env, seed, deterministic), lander) for seed in seeds]
     env.close()
@@ -499,6 +696,22 @@ def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+SILENCE_S = 120
+
+
+@contextlib.contextmanager
+def without_interrupts():
+    """Hold Ctrl-C back for the moment; processes begun meanwhile never see it, and so end without a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 class Workers:
     """Processes that each own some of a run's environments and call functions on them.
 
@@ -513,13 +726,14 @@ class Workers:
         self.rows = [range(*pair) for pair in itertools.pairwise(bounds)]
         self.connections, self.processes = [], []
         try:
-            for rows in self.rows:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, config, seed, num_envs, rows), daemon=True)
-                process.start()
-                theirs.close()  # so that a worker's death closes the pipe
-                self.connections.append(ours)
-                self.processes.append(process)
+            with without_interrupts():
+                for rows in self.rows:
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_serve, args=(theirs, config, seed, num_envs, rows), daemon=True)
+                    process.start()
+                    theirs.close()  # so that a worker's death closes the pipe
+                    self.connections.append(ours)
+                    self.processes.append(process)
         except BaseException:
             self.close()
             raise
@@ -541,6 +755,13 @@ class Workers:
         results = []
         for worker, connection in enumerate(self.connections):
             try:
+                if not connection.poll(SILENCE_S):
+                    rows = self.rows[worker]
+                    tqdm.write(
+                        f"environments {rows.start} to {rows.stop - 1} have not answered for {SILENCE_S} s, slow or "
+                        "stuck; waiting on (Ctrl-C stops)",
+                        file=sys.stderr,
+                    )
                 result, error = connection.recv()
             except (EOFError, OSError):
                 self._died(worker)
@@ -649,25 +870,62 @@ def evaluate_with(workers, weights, seeds, deterministic=True):
 # ---------------------------------------------------------------------------------------------
 
 
-def write_atomically(path, data):
-    """Write bytes to a temporary name beside the path, then rename: never a half-written file."""
+def write_atomically(path, data, previous=None):
+    """Write bytes to a temporary name beside the path, then rename: never a half-written file.
+
+    previous: a path that what is there already moves to.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    if previous and path.exists():
+        os.replace(path, previous)
     os.replace(temporary, path)
 
 
 def save_json(path, value):
-    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+    """Any other parser reads it too: a NaN, which JSON has not, becomes null."""
+
+    def plain(x):
+        if isinstance(x, dict):
+            return {key: plain(y) for key, y in x.items()}
+        if isinstance(x, list):
+            return [plain(y) for y in x]
+        return None if isinstance(x, float) and math.isnan(x) else x
+
+    write_atomically(path, (json.dumps(plain(value), indent=2, allow_nan=False) + "\n").encode())
 
 
-def save_tensors(path, value):
+def read_json(path):
+    """A JSON file's object, {key: value}."""
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {first_line(error)}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} does not hold what it should")
+    return value
+
+
+def save_tensors(path, value, previous=None):
     """torch.save to memory, then to disk: the bytes depend on the value alone, not on the file's name."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue(), previous)
+
+
+def load_tensors(path):
+    """What `save_tensors` wrote: tensors and plain types, no code. Raises an exception where a byte has changed."""
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip():
+            raise ValueError("its checksum does not fit")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def save_policy(path, weights, config, env_steps):
@@ -676,18 +934,55 @@ def save_policy(path, weights, config, env_steps):
     save_tensors(path, {"config": config, "env_steps": env_steps, "actor": tensors})
 
 
+SINCE_ADDED = {"env_kwargs": {}, "activation": "tanh", "norm_obs": False}  # what older policy files do not say
+
+
 def load_policy(path):
     """Read best.pt, final.pt or a snapshot: (actor, config), on the CPU, running no code from the file.
 
-    Raises UsageError that names the file where it is missing or is not a policy.
+    Raises UsageError that names the file where it is missing, is not a policy, or does not fit its environment.
     """
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        return load_weights(build_actor(saved["config"]), saved["actor"]), saved["config"]
+        saved = load_tensors(path)
+        config = SINCE_ADDED | saved["config"]
+        with torch.device("meta"):  # shapes alone, so that a file's sizes are compared before they take memory
+            actor = build_actor(config, ortho_init=False)
+        weights = {name: saved["actor"][name].to(like.dtype) for name, like in actor.state_dict().items()}
+        actor.load_state_dict(weights, assign=True)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
     except Exception as error:
         raise UsageError(f"{path} is not a policy file: {first_line(error)}") from None
+    if not all(value.isfinite().all() for value in weights.values()):
+        raise UsageError(f"{path} holds weights that are not finite")
+    try:
+        needed = policy_config(config["env_id"], config["continuous"], config["env_kwargs"])
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    for key in ("actor", "obs_dim", "act_dim"):
+        if config[key] != needed[key]:
+            raise UsageError(f"{path} does not fit {config['env_id']}: {key} is {config[key]}, not {needed[key]}")
+    return actor, config
+
+
+def lock(folder):
+    """Hold a folder for this process: a descriptor to close, or None where the system has no such locks.
+
+    Raises UsageError where another process holds it. The lock goes with its process, however that ends.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(f"{folder} is in use by another process") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 def find_runs(root):
@@ -727,31 +1022,28 @@ def cpu_name():
 
 
 class CsvLog:
-    """A CSV file that grows by a row at a time and, on resuming, is first cut back to `rows` rows."""
+    """A CSV file that grows by a row at a time, and its whole text: with that, a checkpoint can write it anew."""
 
-    def __init__(self, path, fields, rows=0):
+    def __init__(self, path, fields, text=""):
         self.path, self.fields = path, fields
-        kept = []
-        if rows:
-            kept = read_csv(path)[:rows]
-            if len(kept) < rows:
-                raise UsageError(
-                    f"{path} has {len(kept)} of the {rows} rows that its checkpoint counts; --overwrite starts it over"
-                )
-        save_csv(path, fields, kept)
-        self.rows = kept
+        self.text = text or csv_text(fields, [])
+        self.rows = parse_csv(self.text)
+        self.save()
 
-    def sync(self):
-        """Have the disk hold all rows, before a checkpoint that counts them."""
-        with open(self.path, "a") as file:
-            os.fsync(file.fileno())
+    def save(self):
+        """Have the disk hold all of it."""
+        write_atomically(self.path, self.text.encode())
 
     def append(self, row):
         """Add a row, {field: value}."""
-        text = csv_row(self.fields, row)
-        with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, self.fields, lineterminator="\n").writerow(text)
-        self.rows.append(text)
+        line = csv_text(self.fields, [row]).partition("\n")[2]
+        self.text += line
+        self.rows.append(csv_row(self.fields, row))
+        try:
+            with open(self.path, "a", newline="") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 def csv_row(fields, row):
@@ -765,25 +1057,59 @@ def csv_row(fields, row):
     return {field: text(row[field]) for field in fields}
 
 
-def save_csv(path, fields, rows):
-    """A whole CSV file at once."""
+def csv_text(fields, rows):
+    """A header and rows, {field: value}, as CSV."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, fields, lineterminator="\n")
     writer.writeheader()
     writer.writerows(csv_row(fields, row) for row in rows)
-    write_atomically(path, buffer.getvalue().encode())
+    return buffer.getvalue()
+
+
+def parse_csv(text):
+    """The whole rows of a CSV file's text as {field: text}; a last line that was cut short is left out."""
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
 
 def read_csv(path):
-    """The whole rows of a CSV file as {field: text}; a last line that was cut short is left out."""
-    text = Path(path).read_text()
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    return list(csv.DictReader(lines))
+    """The rows of a CSV file, as `parse_csv` gives them. Raises UsageError where they do not fit the header."""
+    try:
+        rows = parse_csv(Path(path).read_text())
+        if not all(None not in row and None not in row.values() for row in rows):
+            raise ValueError("a row is not as long as the header")
+    except (ValueError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------
 # A training run
 # ---------------------------------------------------------------------------------------------
+
+
+def config_of(args):
+    """The policy config of a training script's arguments. Raises UsageError where it cannot be trained here."""
+    net = {key: getattr(args, key) for key in NET_KEYS}
+    config = policy_config(args.env_id, args.continuous, args.env_kwargs, **net)
+    _check_memory(args, config)
+    return config
+
+
+def _check_memory(args, config):
+    obs_dim, hidden = config["obs_dim"], config["hidden"]
+    act_dim = sum(config["act_dim"]) if isinstance(config["act_dim"], list) else config["act_dim"]
+    weights = 2 * sum(a * b for a, b in itertools.pairwise((obs_dim, *hidden, max(act_dim, 1))))
+    rollout = args.num_envs * args.num_steps * (3 * obs_dim + 2 * act_dim + max(hidden) + 20)  # numbers at a time
+    needed = 4 * (rollout + 10 * weights) / 1e9
+    try:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (AttributeError, ValueError):  # Windows
+        return
+    if needed > there:
+        raise UsageError(
+            f"a rollout of {args.num_envs} x {args.num_steps} steps with {obs_dim} numbers an observation and the "
+            f"networks would take about {needed:,.0f} GB, and this machine has {there:.0f} GB"
+        )
 
 
 class EpisodeLog:
@@ -856,6 +1182,7 @@ EVALS = (
     *("solved", "landed", "truncated", "mean_length", "mean_fuel"),
 )
 SNAPSHOTS = (0, 2.5, 10, 25, 50, 100)  # percent of the budget
+CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")  # the latest, and the one before in case of damage
 MACHINE_ARGS = ("workers", "runs_dir", "run_name", "overwrite")  # what does not change a run's results
 
 # Stable-Baselines3's TensorBoard tags, and the column of metrics.csv (its entropy loss is minus the entropy).
@@ -878,16 +1205,17 @@ TENSORBOARD = {
 class Run:
     """A run's folder and its progress: what it has logged, and where it resumes.
 
-    Opening it creates the folder, or checks that it was made with the same arguments.
+    Opening it creates the folder, or checks that it was made with the same arguments. defaults: those of the
+    arguments, which an older folder's config.json may not know.
     """
 
-    def __init__(self, args, config, prefix="ppo"):
-        self.args, self.config = args, config
+    def __init__(self, args, config, defaults, prefix="ppo"):
+        self.args, self.config, self.defaults = args, config, vars(defaults)
         if args.total_timesteps is None:
-            args.total_timesteps = 2_000_000 if config["actor"] == "categorical" else 1_000_000
+            args.total_timesteps = 1_000_000 if config["actor"] == "gaussian" else 2_000_000
         variant = "-continuous" if args.continuous else ""
         name = args.run_name or run_name(f"{prefix}_{args.env_id}{variant}_s{args.seed}")
-        if name != Path(name).name or name in (".", ".."):
+        if name != Path(name).name or name in (".", "..") or "\0" in name:
             raise UsageError(f"--run-name {name!r} is not the name of a folder inside --runs-dir")
         self.path = Path(args.runs_dir) / name
         self.batch_size = args.num_envs * args.num_steps
@@ -897,7 +1225,14 @@ class Run:
         self.best, self.first_solved, self.wall_s = None, None, 0.0
         self._row_ended, self.compiled = None, False
         self.checkpoint, self._checkpoint_cost, self._checkpoint_time = None, 0.0, float("-inf")
-        self._open()
+        self._lock = None
+        try:
+            self._open()
+        except BaseException as error:
+            self._unlock()
+            if isinstance(error, OSError):
+                raise UsageError(f"cannot write the run folder {self.path}: {error.strerror}") from None
+            raise
 
     @property
     def env_steps(self):
@@ -905,58 +1240,82 @@ class Run:
 
     @property
     def finished(self):
-        return (self.path / "result.json").exists()
+        result = self.path / "result.json"
+        if result.exists() and "final" not in read_json(result):
+            raise UsageError(f"{result} does not hold what it should; --overwrite starts the run over")
+        return result.exists()
 
     def _open(self):
         """Make the folder, or take up what is there. Writes nothing where it refuses."""
         path, args = self.path, self.args
-        try:
-            if args.overwrite and path.is_symlink():
-                raise UsageError(
-                    f"--overwrite: {path} is a symbolic link; give --runs-dir and --run-name of what it means"
-                )
-            if args.overwrite and (path / "config.json").exists():
-                old = path.with_name(f".{path.name}.old")  # so that no half of it is left under its name
-                shutil.rmtree(old, ignore_errors=True)
-                path.rename(old)
-                (old / "config.json").unlink()
-                shutil.rmtree(old)
-            if (path / "config.json").exists():
-                self._compare(read_json(path / "config.json"))
-            elif path.exists() and any(path.iterdir()):
-                raise UsageError(f"{path} is not empty and not a run folder; choose another --run-name")
-            else:
-                config = {"args": vars(args), "policy": self.config, "versions": versions()}
-                path.mkdir(parents=True, exist_ok=True)
-                save_json(path / "config.json", config)
-            (path / "snapshots").mkdir(exist_ok=True)
-            if self.finished:
-                (path / "checkpoint.pt").unlink(missing_ok=True)
-            elif (path / "checkpoint.pt").exists():
-                self.checkpoint = load_checkpoint(path / "checkpoint.pt")
-        except OSError as error:
-            raise UsageError(f"cannot write the run folder {path}: {error.strerror}") from None
+        if args.overwrite and path.is_symlink():
+            raise UsageError(f"--overwrite: {path} is a symbolic link; give --runs-dir and --run-name of what it means")
+        if path.exists() and not (path / "config.json").exists() and any(path.iterdir()):
+            raise UsageError(f"{path} is not empty and not a run folder; choose another --run-name")
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(path)
+        if args.overwrite and (path / "config.json").exists():
+            old = path.with_name(f".{path.name}.old")  # so that no half of it is left under its name
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+            (old / "config.json").unlink()
+            shutil.rmtree(old)
+            self._unlock()
+            path.mkdir()
+            self._lock = lock(path)
+        if (path / "config.json").exists():
+            self._compare(read_json(path / "config.json"))
+        else:
+            save_json(path / "config.json", {"args": vars(args), "policy": self.config, "versions": versions()})
+        (path / "snapshots").mkdir(exist_ok=True)
+        for left_over in path.rglob("*.tmp"):  # of a process that was killed
+            left_over.unlink()
+        if self.finished:
+            self._unlock()
+        else:
+            self.checkpoint = self._load_checkpoint()
+
+    def _unlock(self):
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _compare(self, saved):
-        ours = vars(self.args)
-        theirs = saved.get("args", {})
+        ours = json.loads(json.dumps(vars(self.args)))  # as they are in the file
+        theirs = self.defaults | saved["args"] if isinstance(saved.get("args"), dict) else {}
         different = [k for k in ours if k not in MACHINE_ARGS and ours[k] != theirs.get(k)]
         if different:
             listed = ", ".join(f"--{k.replace('_', '-')} {theirs.get(k)} (now {ours[k]})" for k in different)
             raise UsageError(f"{self.path} was made with {listed}; choose another --run-name, or --overwrite it")
 
+    def _load_checkpoint(self):
+        """The latest checkpoint that is whole; None where there is none at all."""
+        damaged = []
+        for path in (self.path / name for name in CHECKPOINTS):
+            try:
+                state = load_tensors(path)
+                if damaged:
+                    print(f"{'; '.join(damaged)}; going on from {path.name}", file=sys.stderr)
+                return state
+            except FileNotFoundError:
+                pass
+            except Exception as error:
+                damaged.append(f"{path} cannot be read ({first_line(error)})")
+        if damaged:
+            raise UsageError(f"{'; '.join(damaged)}; --overwrite starts the run over")
+        return None
+
     def restore(self, learner):
         """Put the checkpoint, if there is one, into the learner's tensors and this run's progress."""
-        state = self.checkpoint
+        state = self.checkpoint or {}
         if state:
             for name, tensor in learner.items():
                 tensor.copy_(state["learner"][name])
             self.update, self.best, self.first_solved = state["update"], state["best"], state["first_solved"]
             self.gradient_steps, self.wall_s = state["gradient_steps"], state["wall_s"]
             self.episodes.restore(state["episodes"])
-        rows = (state["metrics_rows"], state["evals_rows"]) if state else (0, 0)
-        self.metrics = CsvLog(self.path / "metrics.csv", METRICS, rows[0])
-        self.evals = CsvLog(self.path / "evals.csv", EVALS, rows[1])
+        self.metrics = CsvLog(self.path / "metrics.csv", METRICS, state.get("metrics"))
+        self.evals = CsvLog(self.path / "evals.csv", EVALS, state.get("evals"))
 
     def begin_environments(self, workers):
         """Start every environment in the episode it is in, replaying the unfinished ones after a resume."""
@@ -994,12 +1353,18 @@ class Run:
         self.progress = Progress(self)
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, error, _):
         self.progress.close()
-        self.tensorboard.close()
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            verb = "go on" if (self.path / "checkpoint.pt").exists() else "start over"
+        try:
+            self.tensorboard.close()
+        except OSError as closing:
+            error = error or closing
+        self._unlock()
+        if isinstance(error, KeyboardInterrupt):
+            verb = "go on" if (self.path / CHECKPOINTS[0]).exists() else "start over"
             print(f"stopped after {self.env_steps:,} steps; to {verb}: {command_line()}", file=sys.stderr)
+        if isinstance(error, OSError):
+            raise RunError(str(error)) from None
 
     def elapsed(self):
         """Seconds of work in this run, over all its sittings."""
@@ -1063,12 +1428,11 @@ class Run:
             "first_solved": self.first_solved,
             "wall_s": self.elapsed(),
             "episodes": self.episodes.state(),
-            "metrics_rows": len(self.metrics.rows),
-            "evals_rows": len(self.evals.rows),
+            "metrics": self.metrics.text,
+            "evals": self.evals.text,
         }
-        self.metrics.sync()
-        self.evals.sync()
-        save_tensors(self.path / "checkpoint.pt", state)
+        latest, previous = (self.path / name for name in CHECKPOINTS)
+        save_tensors(latest, state, previous)
         self._checkpoint_time = time.monotonic()
         self._checkpoint_cost = self._checkpoint_time - start
 
@@ -1082,39 +1446,28 @@ class Run:
         for name in ("final", "best"):
             result[name] = None
             if (self.path / f"{name}.pt").exists():
-                saved = torch.load(self.path / f"{name}.pt", weights_only=True)
-                if name == "final" or saved["env_steps"] != self.env_steps:  # the best policy may be the final one
-                    saved_weights = {k: w.numpy() for k, w in saved["actor"].items()}
-                    episodes = evaluate_with(workers, saved_weights, FINAL_SEEDS)
+                actor, _ = load_policy(self.path / f"{name}.pt")
+                env_steps = load_tensors(self.path / f"{name}.pt")["env_steps"]
+                if name == "final" or env_steps != self.env_steps:  # the best policy may be the final one
+                    episodes = evaluate_with(workers, actor_weights(actor), FINAL_SEEDS)
                 summary = summarise(episodes, self.config)
-                result[name] = {"env_steps": saved["env_steps"], **summary, "returns": episodes["return"].tolist()}
+                result[name] = {"env_steps": env_steps, **summary, "returns": episodes["return"].tolist()}
         result["first_solved_steps"] = self.first_solved
         result["wall_clock_s"] = self.elapsed()
         result["decision_us"] = decision_us(load_policy(self.path / "final.pt")[0], self.config)
         result["diagnostics"] = diagnostics(self.metrics.rows)
         self.progress.close()
+        self.metrics.save()
+        self.evals.save()
         save_json(self.path / "result.json", result)
-        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+        for name in CHECKPOINTS:
+            (self.path / name).unlink(missing_ok=True)
         print("\n".join(closing_lines(self, result)))
-
-
-def load_checkpoint(path):
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UsageError(f"{path} cannot be read ({first_line(error)}); --overwrite starts the run over") from None
 
 
 def first_line(error):
     """The first line of an exception's text, or its name where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
 
 
 class Progress:
@@ -1245,6 +1598,24 @@ def closing_lines(run, result):
 # ---------------------------------------------------------------------------------------------
 
 
+def env_kwargs(words):
+    """key=value words as {key: value}; a value is a Python literal, true, false, none, or else text."""
+    found = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not (equals and key.isidentifier()):
+            raise UsageError(f"--env-kwargs takes key=value, not {word!r}")
+        try:
+            value = {"true": True, "false": False, "none": None}[text.lower()]
+        except KeyError:
+            try:
+                value = json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))  # what config.json can hold
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                value = text
+        found[key] = value
+    return found
+
+
 def number(kind, low, high=math.inf):
     """An argparse type: an int or a float from low to high."""
     high = math.inf if high is None else high
@@ -1283,6 +1654,9 @@ def run_script(name, script):
         if error.repeats:
             advice = "the same command would come to it again: try a lower --learning-rate under another --run-name"
         print(f"{name}: stopped: {error}; {advice}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a path that cannot be read or written; the text names it
         print(f"{name}: error: {error}", file=sys.stderr)

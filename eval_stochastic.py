@@ -41,8 +41,8 @@ def paired_interval(differences, level=0.95):
 @torch.inference_mode()
 def start_entropy(actor, config, seeds):
     """Mean entropy of the policy, nats, at the first observations of the episodes from these seeds."""
-    env = common.make_env(config["env_id"], config["continuous"])
-    starts = np.array([np.ravel(env.reset(seed=int(seed))[0]) for seed in seeds], dtype=np.float32)
+    env = common.make_policys_env(config)
+    starts = np.array([common.flat_observation(env.reset(seed=int(seed))[0], env.observation_space) for seed in seeds])
     env.close()
     return float(actor(torch.from_numpy(starts)).entropy().mean())
 
@@ -130,7 +130,7 @@ def run(args):
     if not runs:
         raise common.UsageError(f"there is no finished run at or below {root}")
     rows = evaluate_runs(runs, args.workers or common.available_cores())
-    common.save_csv(root / CSV_NAME, FIELDS, rows)
+    common.write_atomically(root / CSV_NAME, common.csv_text(FIELDS, rows).encode())
     print("\n".join(table(rows)))
     print(f"written to {root / CSV_NAME}")
 

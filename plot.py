@@ -254,7 +254,7 @@ def figure_estimators(runs_by_space):
     for (over, under), (space, run) in zip(axes.T, runs_by_space.items(), strict=True):
         old, config = common.load_policy(run.path / "snapshots" / "050.0.pt")
         new, _ = common.load_policy(run.path / "snapshots" / "100.0.pt")
-        env, numpy_old = common.make_env(config["env_id"], config["continuous"]), common.as_numpy(old)
+        env, numpy_old = common.make_policys_env(config), common.as_numpy(old)
         obs = [obs for seed in common.FINAL_SEEDS[:5] for obs, *_ in common.play(numpy_old, env, seed, False)]
         env.close()
         obs = torch.from_numpy(np.array(obs)).repeat(10, 1)
@@ -280,7 +280,7 @@ def figure_progression(run, starts):
     figure, axes = plt.subplots(1, len(paths), figsize=(2 * len(paths), 3.3), sharex=True, sharey=True)
     for axis, path in zip(axes, paths, strict=True):
         actor, config = common.load_policy(path)
-        numpy_actor, env = common.as_numpy(actor), common.make_env(config["env_id"], config["continuous"])
+        numpy_actor, env = common.as_numpy(actor), common.make_policys_env(config)
         episodes = []
         for seed in starts:
             steps = list(common.play(numpy_actor, env, seed))

@@ -81,15 +81,32 @@ def normalise(advantages):
 STATS = ("kl_k1", "kl_k2", "approx_kl", "clip_frac", "entropy", "policy_loss", "value_loss", "grad_norm")
 
 
-def ppo_loss(dist, values, actions, logp_old, advantages, returns, *, clip_eps, vf_coef, ent_coef):
+def squared_error(values, returns, advantages, clip_eps=None):
+    """(V - R)^2 per sample; with clip_eps, of V and of V held within eps of its old self, the worse. All [n].
+
+    Value clipping is off by default (page section 3.2).
+    """
+    error = (values - returns) ** 2
+    if clip_eps is None:
+        return error
+    values_old = returns - advantages  # since R = A + V
+    clipped = values_old + (values - values_old).clamp(-clip_eps, clip_eps)
+    return torch.max(error, (clipped - returns) ** 2)
+
+
+def ppo_loss(
+    dist, values, actions, logp_old, advantages, returns,
+    *, clip_eps, vf_coef, ent_coef, norm_adv=True, clip_vloss=False,
+):  # fmt: skip
     """The full loss, eq. (5), of one minibatch, and its diagnostics in the order of STATS[:-1].
 
     dist: a batch of n distributions; values, logp_old, advantages, returns: [n]; actions: [n] or [n, act_dim].
     """
     log_ratio = dist.log_prob(actions) - logp_old
     ratio = log_ratio.exp()  # eq. (2)
-    policy_loss = -clipped_surrogate(ratio, normalise(advantages), clip_eps).mean()  # -L^CLIP, eq. (4)
-    value_loss = ((values - returns) ** 2).mean()  # value clipping off, page section 3.2
+    scaled = normalise(advantages) if norm_adv else advantages
+    policy_loss = -clipped_surrogate(ratio, scaled, clip_eps).mean()  # -L^CLIP, eq. (4)
+    value_loss = squared_error(values, returns, advantages, clip_eps if clip_vloss else None).mean()
     entropy = dist.entropy().mean()
     loss = policy_loss + vf_coef * value_loss - ent_coef * entropy  # eq. (5)
 
@@ -131,11 +148,12 @@ def unflatten(theta, module):
     return {name: part.view_as(p) for name, part, p in zip(names, parts, params, strict=True)}
 
 
-def make_learner(nets):
-    """What learning moves, as minibatch_steps takes it: theta, of which the nets are views; Adam's m, v, powers."""
+def make_learner(nets, learning_rate):
+    """minibatch_steps' first arguments: theta, of which the nets are views; Adam's m, v, powers and step size."""
     theta = flatten(nets)
-    powers = torch.ones(2, dtype=torch.float64)
-    return {"theta": theta, "m": torch.zeros_like(theta), "v": torch.zeros_like(theta), "powers": powers}
+    powers, learning_rate = torch.ones(2, dtype=torch.float64), torch.tensor(learning_rate, dtype=torch.float64)
+    moments = {"m": torch.zeros_like(theta), "v": torch.zeros_like(theta)}
+    return {"theta": theta, **moments, "powers": powers, "learning_rate": learning_rate}
 
 
 def clip_norm(grad, max_norm):
@@ -170,23 +188,25 @@ def minibatches(rng, batch_size, size):
 
 
 def make_minibatch_steps(nets, args):
-    """minibatch_steps(theta, m, v, powers, idx, obs, actions, logp_old, advantages, returns) -> [n, len(STATS)].
+    """minibatch_steps(*learner's values, idx, obs, actions, logp_old, advantages, returns) -> [n, len(STATS)].
 
     Takes each row of idx, [n, minibatch_size] indices into the flattened rollout, through loss, gradient, clip
     and Adam. It moves theta, and so the nets, in place.
     """
 
+    options = {k: getattr(args, k) for k in ("clip_eps", "vf_coef", "ent_coef", "norm_adv", "clip_vloss")}
+
     def loss_of(theta, obs, *batch):
         dist, values = functional_call(nets, unflatten(theta, nets), obs)
-        return ppo_loss(dist, values, *batch, clip_eps=args.clip_eps, vf_coef=args.vf_coef, ent_coef=args.ent_coef)
+        return ppo_loss(dist, values, *batch, **options)
 
-    def minibatch_steps(theta, m, v, powers, idx, *rollout):
+    def minibatch_steps(theta, m, v, powers, learning_rate, idx, *rollout):
         stats = []
         for rows in idx:
             batch = [x[rows] for x in rollout]
             grad, (_, loss_stats) = grad_and_value(loss_of, has_aux=True)(theta, *batch)
             grad, grad_norm = clip_norm(grad, args.max_grad_norm)
-            adam_(theta, m, v, powers, grad, args.learning_rate, args.adam_eps)
+            adam_(theta, m, v, powers, grad, learning_rate, args.adam_eps)
             stats.append(torch.cat([loss_stats, grad_norm[None]]))
         return torch.stack(stats)
 
@@ -263,16 +283,19 @@ def rollout(shares):
 def train(args):
     """Train one run, or take up an unfinished one, and return its folder (a Path)."""
     torch.set_num_threads(1)
-    config = common.policy_config(args.env_id, args.continuous, args.hidden)
-    run = common.Run(args, config)
+    config = common.config_of(args)
+    run = common.Run(args, config, defaults=parse_args([]))
     if run.finished:
         print(f"{run.path} has finished already; --overwrite starts it over")
         return run.path
 
     torch.manual_seed(args.seed)
-    nets = ActorCritic(common.build_actor(config), common.Critic(config["obs_dim"], args.hidden))
-    learner = make_learner(nets)
-    run.restore(learner)
+    actor = common.build_actor(config, ortho_init=args.ortho_init, log_std_init=args.log_std_init)
+    nets = ActorCritic(actor, common.build_critic(config, args.ortho_init))
+    learner = make_learner(nets, args.learning_rate)
+    reward_scale = common.RewardScale(args.num_envs, args.gamma)
+    saved = {**learner, **dict(nets.named_buffers()), **dict(reward_scale.named_buffers())}
+    run.restore(saved)
     with common.Workers(args.workers, config, args.seed, args.num_envs) as workers, run:
         run.begin_environments(workers)
         batch_size = args.num_envs * args.num_steps
@@ -293,7 +316,8 @@ def train(args):
             run.save_snapshots(weights)
             workers.start(collect, weights, run.update, args.num_steps)
             obs, actions, rewards, terminated, truncated, next_obs, cut = rollout(workers.results())
-            run.episodes.add(rewards.numpy(), (terminated | truncated).numpy(), actions.numpy(), next_obs.numpy())
+            dones = terminated | truncated
+            run.episodes.add(rewards.numpy(), dones.numpy(), actions.numpy(), next_obs.numpy())
             clock.append(time.monotonic())
             if run.evaluation_due():  # of pi_old, by the workers while this process updates
                 common.start_evaluation(workers, weights, common.EVAL_SEEDS)
@@ -301,6 +325,8 @@ def train(args):
             with torch.no_grad():
                 dist_old, values = nets(obs)
                 logp_old = dist_old.log_prob(actions)
+                if args.norm_reward:
+                    rewards = reward_scale(rewards, dones)
                 rewards = rewards.float()
                 if cut:  # r[trunc & ~term] += gamma * V(final_obs): the time limit is not the task's end
                     t, i, final_obs = zip(*cut, strict=True)
@@ -308,43 +334,55 @@ def train(args):
 
                 # (b) GAE once over the whole [T, N] buffer
                 advantages, returns = compute_gae(
-                    rewards, values, terminated | truncated, nets.critic(next_obs), args.gamma, args.gae_lambda
+                    rewards, values, dones, nets.critic(next_obs), args.gamma, args.gae_lambda
                 )
                 explained_variance = common.explained_variance(values.flatten(), returns.flatten())
 
                 # (c) K epochs of shuffled minibatches on the same data
+                if args.anneal_lr:
+                    learner["learning_rate"].fill_(args.learning_rate * (1 - run.env_steps / args.total_timesteps))
                 batch = [x.flatten(0, 1) for x in (obs, actions, logp_old, advantages, returns)]
                 rng = common.stream("minibatches", args.seed, run.update)
-                stats = []
+                epochs = []
                 for _ in range(args.update_epochs):
-                    for idx in minibatches(rng, batch_size, args.minibatch_size):
-                        stats.append(minibatch_steps(*learner.values(), idx, *batch))  # moves theta, hence nets
-                stats = torch.cat(stats).double()
+                    calls = minibatches(rng, batch_size, args.minibatch_size)
+                    stats = [
+                        minibatch_steps(*learner.values(), idx, *batch) for idx in calls
+                    ]  # moves theta, hence nets
+                    epochs.append(torch.cat(stats).double())
+                    if args.target_kl and epochs[-1][:, STATS.index("approx_kl")].mean() > args.target_kl:
+                        break
+                stats = torch.cat(epochs)
                 check_finite(stats, learner["theta"])
                 exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
+                if args.norm_obs:  # between rollouts, so that pi_old acts and learns on the same inputs
+                    for net in (nets.actor.net, nets.critic.net):
+                        net.norm.update(obs.flatten(0, 1))
             clock.append(time.monotonic())
 
             if run.evaluation_due():
                 run.log_evaluation(common.finish_evaluation(workers), weights)
             clock.append(time.monotonic())
             row = dict(zip(STATS, stats.mean(0).tolist(), strict=True))
-            last_epoch = stats[-(len(stats) // args.update_epochs) :]
-            row["approx_kl_last_epoch"] = last_epoch[:, STATS.index("approx_kl")].mean().item()
+            row["approx_kl_last_epoch"] = epochs[-1][:, STATS.index("approx_kl")].mean().item()
             row |= {"exact_kl": exact_kl.item(), "explained_variance": explained_variance}
-            row["learning_rate"] = args.learning_rate
+            row["learning_rate"] = learner["learning_rate"].item()
             row["action_std"] = nets.actor.log_std.exp().mean().item() if config["actor"] == "gaussian" else None
             run.log_update(row, len(stats), clock)
-            run.save_checkpoint(learner)
+            run.save_checkpoint(saved)
 
-        run.save_checkpoint(learner, now=True)
+        run.save_checkpoint(saved, now=True)
         run.finish(workers, common.actor_weights(nets.actor))
     return run.path
 
 
 def example_rollout(config, n):
     """Tensors like a flattened rollout's: obs, actions, logp_old, advantages, returns."""
-    discrete = config["actor"] == "categorical"
-    actions = torch.zeros(n, dtype=torch.int64) if discrete else torch.zeros(n, config["act_dim"])
+    actions = {
+        "categorical": lambda: torch.zeros(n, dtype=torch.int64),
+        "multicategorical": lambda: torch.zeros(n, len(config["act_dim"]), dtype=torch.int64),
+        "gaussian": lambda: torch.zeros(n, config["act_dim"]),
+    }[config["actor"]]()
     return torch.zeros(n, config["obs_dim"]), actions, torch.zeros(n), torch.zeros(n), torch.zeros(n)
 
 
@@ -369,6 +407,8 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         prog="ppo.py",
         description="Train PPO on a Gymnasium environment. The same command resumes a run that was stopped.",
+        epilog="Box actions: a Gaussian's [-1, 1] is laid over a dimension's bounds; one without bounds, or wider than "
+        "a million, takes the action as it is. The environment's copy is clipped to whatever bounds there are.",
         allow_abbrev=False,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=110),
     )
@@ -390,6 +430,13 @@ def parse_args(argv=None):
         "--continuous", action="store_true", help="the environment's variant with continuous actions, Gaussian actor"
     )
     group.add_argument(
+        "--env-kwargs",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keywords of the environment, such as gravity=-5.0 enable_wind=true",
+    )
+    group.add_argument(
         "--total-timesteps",
         type=common.number(int, 1),
         metavar="INT",
@@ -399,7 +446,7 @@ def parse_args(argv=None):
     add(group, "--eval-every", 25_000, "steps between evaluations on 10 held-out seeds; 0: none", low=0)
 
     group = parser.add_argument_group("algorithm (default and letter as on the page)")
-    add(group, "--num-envs", 16, "environments", low=1, letter="N")
+    add(group, "--num-envs", 16, "environments", low=1, high=2**16, letter="N")
     add(group, "--num-steps", 1024, "steps of each environment per rollout", low=1, letter="T")
     add(group, "--update-epochs", 4, "passes over a rollout", low=1, letter="K")
     add(group, "--minibatch-size", 64, "samples per gradient step; what is left over makes a smaller one", low=2)
@@ -411,7 +458,6 @@ def parse_args(argv=None):
     add(group, "--learning-rate", 3e-4, "Adam's step size", float, 0)
     add(group, "--adam-eps", 1e-5, "Adam's epsilon", float, 1e-12)
     add(group, "--max-grad-norm", 0.5, "gradient clip, actor and critic together", float, 1e-6)
-
     group.add_argument(
         "--hidden",
         type=common.number(int, 1),
@@ -420,6 +466,33 @@ def parse_args(argv=None):
         metavar="INT",
         help="sizes of the hidden layers, of actor and critic alike [64 64]",
     )
+
+    group = parser.add_argument_group("for harder tasks (off unless given)")
+    for flag, text in (
+        ("--norm-obs", "centre and scale observations by running statistics, clip at 10 (Andrychowicz et al. 2021)"),
+        ("--norm-reward", "divide rewards by the running deviation of their discounted sum (Engstrom et al. 2020)"),
+        ("--clip-vloss", "clip the value like the policy, by the same eps (page 3.2; Schulman's own code)"),
+        ("--anneal-lr", "lower the learning rate linearly to 0 over the budget (Schulman et al. 2017)"),
+    ):
+        group.add_argument(flag, action="store_true", help=text)
+    group.add_argument(
+        "--target-kl",
+        type=common.number(float, 1e-9),
+        metavar="FLOAT",
+        help="leave out an update's remaining epochs after one whose mean k3 exceeds this (Spinning Up)",
+    )
+    group.add_argument(
+        "--activation",
+        choices=("tanh", "relu"),
+        default="tanh",
+        help="between layers (Andrychowicz et al. 2021 compare them) [tanh]",
+    )
+    add(group, "--log-std-init", 0.0, "log sigma of a Gaussian actor at the start, page 7", float, -10, 2)
+    for flag, text in (
+        ("--no-norm-adv", "leave advantages as they are (page 3.1)"),
+        ("--no-ortho-init", "PyTorch's initial weights (page 3.4; Engstrom et al. 2020)"),
+    ):
+        group.add_argument(flag, dest=flag[5:].replace("-", "_"), action="store_false", help=text)
 
     group = parser.add_argument_group("machine")
     group.add_argument(
@@ -446,6 +519,10 @@ def parse_args(argv=None):
             f"a rollout of {args.num_envs} x {args.num_steps} = {args.num_envs * args.num_steps} samples is smaller "
             f"than --minibatch-size {args.minibatch_size}"
         )
+    try:
+        args.env_kwargs = common.env_kwargs(args.env_kwargs)
+    except common.UsageError as error:
+        parser.error(str(error))
     args.workers = min(args.workers or common.available_cores(), args.num_envs)
     return args
 

@@ -40,7 +40,7 @@ def choose(episodes, solved_return, count=FILMED):
 def frames(policy, seed, title):
     """The pictures of one deterministic episode, [height, width, 3] uint8; seed, return so far and step in each."""
     actor, config = policy
-    env = common.make_env(config["env_id"], config["continuous"], render_mode="rgb_array")
+    env = common.make_policys_env(config, render_mode="rgb_array")
     total = 0.0
     try:
         for step, (_, _, reward, _, _) in enumerate(common.play(common.as_numpy(actor), env, seed)):
@@ -88,7 +88,7 @@ def halved(picture):
 
 
 def frames_per_second(config):
-    env = common.make_env(config["env_id"], config["continuous"])
+    env = common.make_policys_env(config)
     fps = env.metadata.get("render_fps", 30)
     env.close()
     return fps

@@ -14,9 +14,13 @@ import sys
 import time
 from collections import deque
 
+import numpy as np
 import torch
+from gymnasium.spaces import Box
+from gymnasium.wrappers import RescaleAction
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
 from torch.distributions import kl_divergence
 
 import common
@@ -25,10 +29,18 @@ import ppo
 # ppo.py's arguments under Stable-Baselines3's names. A2C and TRPO keep their own defaults for everything else.
 SHARED = {"gamma": "gamma", "gae_lambda": "gae_lambda", "seed": "seed"}
 LOSS = {"vf_coef": "vf_coef", "ent_coef": "ent_coef", "max_grad_norm": "max_grad_norm"}
+NETWORK = {
+    **{"hidden": "net_arch", "activation": "activation_fn", "ortho_init": "ortho_init"},
+    **{
+        "log_std_init": "log_std_init",
+        "norm_obs": "VecNormalize's norm_obs",
+        "norm_reward": "VecNormalize's norm_reward",
+    },
+}
 ARGUMENTS = {
     "ppo": {
         **{"num_steps": "n_steps", "minibatch_size": "batch_size", "update_epochs": "n_epochs"},
-        **{"clip_eps": "clip_range", "learning_rate": "learning_rate"},
+        **{"clip_eps": "clip_range", "learning_rate": "learning_rate", "norm_adv": "normalize_advantage"},
         **SHARED,
         **LOSS,
     },
@@ -36,24 +48,43 @@ ARGUMENTS = {
     "trpo": {"num_steps": "n_steps"} | SHARED,
 }
 FIXED = {"ppo": {}, "a2c": {"n_steps": 8}, "trpo": {}}  # the page's A2C: rollouts of 16 x 8 (section 3.3)
-RUN_ARGUMENTS = {"env_id", "continuous", "total_timesteps", "eval_every", "runs_dir", "run_name", "overwrite"}
+RUN_ARGUMENTS = {
+    *("env_id", "env_kwargs", "continuous", "total_timesteps", "eval_every", "runs_dir", "run_name", "overwrite"),
+    *("num_envs", "workers"),
+}
+ACTIVATIONS = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
+
+
+def make_env(args):
+    """The environment, with a Gaussian's [-1, 1] laid over bounded actions as ppo.py does."""
+    env = common.make_env(args.env_id, args.continuous, **args.env_kwargs)
+    if isinstance(env.action_space, Box) and np.isfinite([env.action_space.low, env.action_space.high]).all():
+        env = RescaleAction(env, np.float32(-1), np.float32(1))
+    return env
 
 
 def make_model(args, algo="ppo", algorithm=PPO):
     """Stable-Baselines3's model at the arguments of ppo.parse_args."""
-    policy_kwargs = {"net_arch": {"pi": args.hidden, "vf": args.hidden}}
+    policy_kwargs = {
+        "net_arch": {"pi": args.hidden, "vf": args.hidden},
+        "activation_fn": ACTIVATIONS[args.activation],
+        "ortho_init": args.ortho_init,
+        "log_std_init": args.log_std_init,
+    }
     if algo == "ppo":
         policy_kwargs["optimizer_kwargs"] = {"eps": args.adam_eps}
-    envs = make_vec_env(lambda: common.make_env(args.env_id, args.continuous), args.num_envs, seed=args.seed)
+    envs = make_vec_env(lambda: make_env(args), args.num_envs, seed=args.seed)
+    if args.norm_obs or args.norm_reward:
+        envs = VecNormalize(envs, norm_obs=args.norm_obs, norm_reward=args.norm_reward, gamma=args.gamma)
     kwargs = {theirs: getattr(args, ours) for ours, theirs in ARGUMENTS[algo].items()} | FIXED[algo]
     return algorithm("MlpPolicy", envs, policy_kwargs=policy_kwargs, device="cpu", **kwargs)
 
 
 def counterparts(args, algo):
     """Lines that say which argument of ppo.py became which of Stable-Baselines3's."""
-    pairs = {"num_envs": "make_vec_env's n_envs", "hidden": "net_arch"} | ARGUMENTS[algo]
+    pairs = {"num_envs": "make_vec_env's n_envs"} | NETWORK | ARGUMENTS[algo]
     if algo == "ppo":
-        pairs["adam_eps"] = "optimizer_kwargs' eps"
+        pairs |= {"adam_eps": "optimizer_kwargs' eps", "anneal_lr": "lr_schedule"}
     lines = [f"  --{k.replace('_', '-'):<16} {getattr(args, k)!s:<10} -> {theirs}" for k, theirs in pairs.items()]
     return lines + [f"  {'':<29} {theirs} = {value}" for theirs, value in FIXED[algo].items()]
 
@@ -68,14 +99,19 @@ def find_algorithm(algo):
     return TRPO
 
 
-def actor_weights(policy):
-    """The weights of Stable-Baselines3's actor under the names of common's."""
+def actor_weights(model):
+    """The weights of Stable-Baselines3's actor, and the statistics of its inputs, under the names of common's."""
+    policy, envs = model.policy, model.get_vec_normalize_env()
     linear = [layer for layer in policy.mlp_extractor.policy_net if isinstance(layer, torch.nn.Linear)]
     weights = {}
     for i, layer in enumerate([*linear, policy.action_net]):
         weights[f"net.layers.{i}.weight"], weights[f"net.layers.{i}.bias"] = layer.weight, layer.bias
     if hasattr(policy, "log_std"):
         weights["log_std"] = policy.log_std
+    if envs is not None and envs.norm_obs:
+        statistics = {"count": envs.obs_rms.count, "mean": envs.obs_rms.mean, "variance": envs.obs_rms.var}
+        weights |= {f"net.norm.{name}": torch.as_tensor(value).flatten() for name, value in statistics.items()}
+        weights["net.norm.count"] = weights["net.norm.count"].squeeze()
     return {name: value.detach().numpy().copy() for name, value in weights.items()}
 
 
@@ -104,7 +140,14 @@ def watch(model):
 
 def learner(model):
     """What a checkpoint holds of the model."""
-    return {"policy": model.policy.state_dict(), "optimizer": model.policy.optimizer.state_dict()}
+    envs = model.get_vec_normalize_env()
+    statistics = []
+    if envs is not None:
+        statistics = [
+            [torch.as_tensor(x) for x in (rms.mean, rms.var, rms.count)] for rms in (envs.obs_rms, envs.ret_rms)
+        ]
+    optimizer = model.policy.optimizer.state_dict()
+    return {"policy": model.policy.state_dict(), "optimizer": optimizer, "statistics": statistics}
 
 
 def restore(model, run):
@@ -113,6 +156,11 @@ def restore(model, run):
     if run.checkpoint:
         model.policy.load_state_dict(run.checkpoint["learner"]["policy"])
         model.policy.optimizer.load_state_dict(run.checkpoint["learner"]["optimizer"])
+        envs = model.get_vec_normalize_env()
+        for rms, saved in zip(
+            (envs.obs_rms, envs.ret_rms) if envs else (), run.checkpoint["learner"]["statistics"], strict=True
+        ):
+            rms.mean, rms.var, rms.count = saved[0].numpy(), saved[1].numpy(), saved[2].item()
         model.num_timesteps = run.env_steps
         model.ep_info_buffer = deque(({"r": r, "l": length} for r, length in run.episodes.recent), maxlen=100)
         model.ep_success_buffer = deque(maxlen=100)
@@ -124,15 +172,17 @@ def train(args, algo):
     torch.set_num_threads(1)
     args.workers = 1  # it steps its environments in this process
     algorithm = find_algorithm(algo)
-    config = common.policy_config(args.env_id, args.continuous, args.hidden)
+    config = common.config_of(args)
     args.algo = algo
-    run = common.Run(args, config, prefix=f"sb3-{algo}")
+    run = common.Run(args, config, defaults=ppo.parse_args([]), prefix=f"sb3-{algo}")
     if run.finished:
         print(f"{run.path} has finished already; --overwrite starts it over")
         return run.path
     print(f"Stable-Baselines3's {algo.upper()} at ppo.py's arguments:", *counterparts(args, algo), sep="\n")
     model = make_model(args, algo, algorithm)
     restore(model, run)
+    if args.anneal_lr:
+        model.lr_schedule = lambda _: args.learning_rate * (1 - run.env_steps / args.total_timesteps)
     earlier_episodes = run.episodes.count
     watch(model)
     gradient_steps = {
@@ -142,7 +192,7 @@ def train(args, algo):
     }[algo]
     with common.Workers(1, config, args.seed, 1) as workers, run:
         while run.env_steps < args.total_timesteps:
-            run.save_snapshots(actor_weights(model.policy))
+            run.save_snapshots(actor_weights(model))
             clock = [time.monotonic()]
             model.learn(run.batch_size, reset_num_timesteps=False)
             clock += [model.update_began, time.monotonic()]
@@ -152,11 +202,11 @@ def train(args, algo):
             run.episodes.recent = [(episode["r"], episode["l"]) for episode in model.ep_info_buffer]
             run.log_update(row, gradient_steps, [*clock, clock[-1]])
             if run.evaluation_due() and run.env_steps < args.total_timesteps:
-                weights = actor_weights(model.policy)
+                weights = actor_weights(model)
                 run.log_evaluation(common.evaluate_with(workers, weights, common.EVAL_SEEDS), weights)
             run.save_checkpoint(learner(model))
         run.save_checkpoint(learner(model), now=True)
-        run.finish(workers, actor_weights(model.policy))
+        run.finish(workers, actor_weights(model))
     return run.path
 
 
@@ -192,12 +242,12 @@ def parse_args(argv=None):
     parser.add_argument("--algo", choices=sorted(ARGUMENTS), default="ppo", help="trpo needs sb3-contrib [ppo]")
     own, rest = parser.parse_known_args(argv)
     args, defaults = ppo.parse_args(rest), ppo.parse_args([])
-    known = RUN_ARGUMENTS | {"num_envs", "hidden"} | ARGUMENTS[own.algo].keys()
-    known |= {"adam_eps"} if own.algo == "ppo" else {"num_steps"}  # how many steps make a row of metrics.csv
+    known = RUN_ARGUMENTS | NETWORK.keys() | ARGUMENTS[own.algo].keys()
+    known |= {"adam_eps", "anneal_lr"} if own.algo == "ppo" else {"num_steps"}  # how many steps make a row
     if any(word.partition("=")[0] == "--workers" for word in rest):  # its default depends on the machine
         parser.error("--workers has no counterpart in Stable-Baselines3, which steps its environments in one process")
     for name, value in vars(args).items():
-        if name not in known | {"workers"} and value != getattr(defaults, name):
+        if name not in known and value != getattr(defaults, name):
             parser.error(f"--{name.replace('_', '-')} has no counterpart in Stable-Baselines3's {own.algo.upper()}")
     if own.algo == "a2c" and args.num_steps % FIXED["a2c"]["n_steps"]:
         parser.error(f"--num-steps must be a multiple of A2C's {FIXED['a2c']['n_steps']}")

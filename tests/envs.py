@@ -42,11 +42,11 @@ class Walk(gym.Env):
 
 
 class OddActions(Walk):
-    action_space = gym.spaces.MultiBinary(3)
+    action_space = gym.spaces.Box(0, 5, (2,), np.int32)
 
 
 class OddObservations(Walk):
-    observation_space = gym.spaces.Discrete(5)
+    observation_space = gym.spaces.Dict(x=gym.spaces.Box(-1, 1))
 
 
 gym.register("Walk-v0", Walk, max_episode_steps=40)

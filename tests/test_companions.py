@@ -91,7 +91,7 @@ def test_two_equal_logits():
     with torch.no_grad():
         actor.net.layers[-1].weight.zero_()
         actor.net.layers[-1].bias.copy_(torch.tensor([-50.0, 0.0, 0.0, -50.0]))
-    config = {"env_id": "LunarLander-v3", "continuous": False}
+    config = {"env_id": "LunarLander-v3", "continuous": False, "env_kwargs": {}}
     assert eval_stochastic.start_entropy(actor, config, [0, 1]) == pytest.approx(math.log(2))
     numpy_actor, env = common.as_numpy(actor), common.make_env("LunarLander-v3")
     assert {int(action) for _, action, *_ in common.play(numpy_actor, env, 0)} == {1}
@@ -123,9 +123,10 @@ def test_the_reference_is_read_like_ours(runs):
 def test_the_reference_policy_acts_as_stable_baselines3_does():
     for continuous in (False, True):
         args, _ = sb3_reference.parse_args(["--num-envs", "1", *["--continuous"] * continuous])
-        policy = sb3_reference.make_model(args).policy
+        model = sb3_reference.make_model(args)
+        policy = model.policy
         config = common.policy_config(args.env_id, continuous)
-        actor = common.load_weights(common.build_actor(config), sb3_reference.actor_weights(policy))
+        actor = common.load_weights(common.build_actor(config), sb3_reference.actor_weights(model))
         obs = torch.randn(20, 8)
         expected, _ = policy.predict(obs.numpy(), deterministic=True)
         mode = actor.mode(obs).detach().numpy()
@@ -164,7 +165,7 @@ def test_the_reference_goes_on_where_it_was_stopped(tmp_path, monkeypatch, algo)
         sb3_reference.train(*sb3_reference.parse_args(argv))
     monkeypatch.undo()
     (folder,) = tmp_path.iterdir()
-    learner = common.load_checkpoint(folder / "checkpoint.pt")["learner"]
+    learner = common.load_tensors(folder / "checkpoint.pt")["learner"]
     watch, policies = sb3_reference.watch, []
 
     def note_the_policy(model):

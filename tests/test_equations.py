@@ -13,13 +13,15 @@ from torch.distributions import kl_divergence
 import common
 import ppo
 
-CATEGORICAL = {"actor": "categorical", "obs_dim": 8, "act_dim": 4, "hidden": [64, 64]}
-GAUSSIAN = {"actor": "gaussian", "obs_dim": 8, "act_dim": 2, "hidden": [64, 64]}
+NET = {"obs_dim": 8, "hidden": [64, 64], "activation": "tanh", "norm_obs": False}
+CATEGORICAL = {"actor": "categorical", "act_dim": 4, **NET}
+MULTICATEGORICAL = {"actor": "multicategorical", "act_dim": [3, 2], **NET}
+GAUSSIAN = {"actor": "gaussian", "act_dim": 2, **NET}
 
 
 def make_nets(config, seed=0):
     torch.manual_seed(seed)
-    return ppo.ActorCritic(common.build_actor(config), common.Critic(config["obs_dim"]))
+    return ppo.ActorCritic(common.build_actor(config), common.build_critic(config))
 
 
 def make_batch(nets, n=64, seed=0):
@@ -265,7 +267,7 @@ def test_adam_and_clip_are_torchs():
 
 def run_steps(config, compiled=None, n=64):
     nets = make_nets(config)
-    learner = ppo.make_learner(nets)
+    learner = ppo.make_learner(nets, 3e-4)
     batch = make_batch(nets, n)
     steps = ppo.make_minibatch_steps(nets, default_args())
     steps = compiled(steps, learner, batch) if compiled else steps
@@ -311,7 +313,7 @@ def test_gradient_step_equals_stable_baselines3(continuous):
     sb3.set_logger(Logger(None, []))
     sb3._current_progress_remaining = 1.0
     nets = make_nets(GAUSSIAN if continuous else CATEGORICAL)
-    learner = ppo.make_learner(nets)
+    learner = ppo.make_learner(nets, 3e-4)
 
     def pairs():
         policy = sb3.policy
