@@ -1214,8 +1214,8 @@ class Run:
         if args.total_timesteps is None:
             args.total_timesteps = 1_000_000 if config["actor"] == "gaussian" else 2_000_000
         variant = "-continuous" if args.continuous else ""
-        name = args.run_name or run_name(f"{prefix}_{args.env_id}{variant}_s{args.seed}")
-        if name != Path(name).name or name in (".", "..") or "\0" in name:
+        name = run_name(f"{prefix}_{args.env_id}{variant}_s{args.seed}") if args.run_name is None else args.run_name
+        if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
             raise UsageError(f"--run-name {name!r} is not the name of a folder inside --runs-dir")
         self.path = Path(args.runs_dir) / name
         self.batch_size = args.num_envs * args.num_steps

@@ -1,15 +1,18 @@
-"""Deterministic against sampled actions: every final policy below a folder on the same 50 held-out seeds, both ways.
+"""Deterministic against sampled actions: every final policy below a folder on the same held-out seeds, both ways.
 
     python eval_stochastic.py runs/                  # every run below runs/
     python eval_stochastic.py runs/ppo_LunarLander-v3_s0
+    python eval_stochastic.py runs/ --episodes 200   # more of the held-out seeds; the first 50 stay the same
 
 Page section 7: with a state-independent sigma that stays near 1, the sampled policy is another controller than the
 deterministic one, and the training return is the sampled one's. It repeats exactly: an episode's noise is its seed's.
 """
 
 import argparse
+import os
+import re
 import sys
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,99 @@ FIELDS = (
     *("start_entropy", "action_std"),
 )
 CSV_NAME = "eval_stochastic.csv"
+
+# ---------------------------------------------------------------------------------------------
+# Run folders, as plot.py and record.py read them too
+# ---------------------------------------------------------------------------------------------
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def is_number(value):
+    """Whether it is a number within float32's range, and not NaN."""
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+
+
+def is_text(value):
+    return isinstance(value, str) and value.isprintable()
+
+
+CONFIG_CHECKS = {  # what the scripts use of a config.json
+    ("args", "seed"): lambda value: type(value) is int and 0 <= value < 2**32,
+    ("args", "env_id"): lambda value: is_text(value) and re.fullmatch(r"[\w:./-]+", value),
+    ("args", "total_timesteps"): lambda value: type(value) is int and is_number(value) and value > 0,
+    ("policy", "actor"): lambda value: is_text(value) and value in common.ACTORS,
+    ("policy", "solved_return"): lambda value: value is None or is_number(value),
+    ("versions", "cpu"): is_text,
+    ("versions", "cores"): lambda value: type(value) is int and is_number(value),
+}
+
+
+def run_config(run):
+    """A run folder's config.json, {"args", "policy", "versions": {name: value}}.
+
+    Raises UsageError that names the file where what the scripts use of it is missing or of the wrong kind.
+    """
+    path = run / "config.json"
+    if not path.exists():
+        raise common.UsageError(f"{run} is not a run folder: it has no config.json")
+    config = common.read_json(path)
+    for (part, name), fits in CONFIG_CHECKS.items():
+        fields = config.get(part)
+        if not (isinstance(fields, dict) and name in fields and fits(fields[name])):
+            raise common.UsageError(f"{path} is not a run's: {part}, {name}")
+    return config
+
+
+def load_runs_policy(run, name):
+    """(actor, config) of a run folder's policy file, such as "best.pt".
+
+    Raises UsageError that names the file where it is not a policy, or is another run's than config.json describes.
+    """
+    actor, config = common.load_policy(run / name)
+    expected = common.SINCE_ADDED | run_config(run)["policy"]
+    different = sorted(key for key in config.keys() | expected.keys() if config.get(key) != expected.get(key))
+    if different:
+        raise common.UsageError(f"{run / name} does not fit the run's config.json: {', '.join(different)}")
+    return actor, config
+
+
+def load_snapshots(run):
+    """A run's policies during training, {percent of the budget: (actor, config)} in that order.
+
+    Raises UsageError that names what is not a snapshot of this run, or the run where there is none.
+    """
+    snapshots = {}
+    for path in sorted((run / "snapshots").glob("*.pt")):
+        if not re.fullmatch(r"\d{3}\.\d", path.stem):
+            raise common.UsageError(f"{path}: a snapshot is named for its percentage of the budget, such as 002.5.pt")
+        snapshots[float(path.stem)] = load_runs_policy(run, path.relative_to(run))
+    if not snapshots:
+        raise common.UsageError(f"{run} has no snapshots")
+    return snapshots
+
+
+@contextmanager
+def playing(path):
+    """Name the policy's file in whatever stops it from being played."""
+    try:
+        yield
+    except common.RunError as error:
+        raise common.UsageError(f"{path} cannot be played: {common.first_line(error)}") from None
+
+
+def check_writable(path):
+    """Raise UsageError where a file cannot be written at the path, before the work that it is to hold."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise common.UsageError(f"{path} is a folder")
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise common.UsageError(f"cannot write {path}: {folder} is not a folder that can be written")
+
+
+# ---------------------------------------------------------------------------------------------
+# Both ways
+# ---------------------------------------------------------------------------------------------
 
 
 def paired_interval(differences, level=0.95):
@@ -47,34 +143,38 @@ def start_entropy(actor, config, seeds):
     return float(actor(torch.from_numpy(starts)).entropy().mean())
 
 
-def compare(name, actor, config, episodes):
+def compare(name, actor, config, seeds, episodes):
     """A run's row, {field: value} over FIELDS. episodes: {"deterministic": as from common.evaluate, "sampled": ...}."""
-    row = {"run": name, "episodes": len(common.FINAL_SEEDS)}
+    row = {"run": name, "episodes": len(seeds)}
     for way, played in episodes.items():
         found = common.summarise(played, config)
         row |= {f"{way}_mean": found["mean_return"], f"{way}_std": found["std_return"]}
         row |= {f"{way}_solved": found["solved"], f"{way}_truncated": found["truncated"]}
     difference = paired_interval(episodes["deterministic"]["return"] - episodes["sampled"]["return"])
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
-    row["start_entropy"] = start_entropy(actor, config, common.FINAL_SEEDS)
+    row["start_entropy"] = start_entropy(actor, config, seeds)
     row["action_std"] = float(actor.log_std.detach().exp().mean()) if config["actor"] == "gaussian" else None
     return row
 
 
-def evaluate_runs(runs, num_workers):
-    """The rows of the runs {name: folder}, in their order."""
-    rows, pools = [], {}
-    with ExitStack() as stack:
-        for name, folder in tqdm(runs.items(), unit=" runs", disable=not sys.stderr.isatty(), leave=False):
-            actor, config = common.load_policy(folder / "final.pt")
-            if str(config) not in pools:
-                pools[str(config)] = stack.enter_context(common.Workers(num_workers, config, 0, num_workers))
-            workers, weights, episodes = pools[str(config)], common.actor_weights(actor), {}
-            for way in ("deterministic", "sampled"):
-                deterministic = way == "deterministic"
-                episodes[way] = common.evaluate_with(workers, weights, common.FINAL_SEEDS, deterministic)
-            rows.append(compare(name, actor, config, episodes))
-    return rows
+def evaluate_runs(runs, seeds, num_workers):
+    """The rows of the runs {name: folder}, in their order. No episode is played before every policy is loaded."""
+    policies = {name: load_runs_policy(folder, "final.pt") for name, folder in runs.items()}
+    tasks, rows = {}, {}
+    for name, (_, config) in policies.items():
+        tasks.setdefault(str(config), []).append(name)
+    with tqdm(total=len(runs), unit=" runs", disable=not sys.stderr.isatty(), leave=False) as progress:
+        for names in tasks.values():  # those with one config share their workers
+            with common.Workers(num_workers, policies[names[0]][1], 0, num_workers) as workers:
+                for name in names:
+                    actor, config = policies[name]
+                    weights, episodes = common.actor_weights(actor), {}
+                    with playing(runs[name] / "final.pt"):
+                        for way in ("deterministic", "sampled"):
+                            episodes[way] = common.evaluate_with(workers, weights, seeds, way == "deterministic")
+                    rows[name] = compare(name, actor, config, seeds, episodes)
+                    progress.update()
+    return [rows[name] for name in runs]
 
 
 def table(rows):
@@ -106,10 +206,17 @@ def table(rows):
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         prog="eval_stochastic.py",
-        description="Play each run's final policy on 50 held-out seeds twice, with the deterministic and with sampled "
+        description="Play each run's final policy on held-out seeds twice, with the deterministic and with sampled "
         f"actions, print a table and write it as {CSV_NAME} into the folder given.",
     )
     parser.add_argument("folder", type=Path, help="a run, or a folder with runs below it")
+    parser.add_argument(
+        "--episodes",
+        type=common.number(int, 1, 1_000_000),
+        default=len(common.FINAL_SEEDS),
+        metavar="INT",
+        help=f"how many held-out seeds [{len(common.FINAL_SEEDS)}, those of a run's own final evaluation]",
+    )
     parser.add_argument(
         "--workers",
         type=common.number(int, 1),
@@ -123,16 +230,17 @@ def run(args):
     torch.set_num_threads(1)
     root = args.folder
     runs = {str(run.relative_to(root)) if run != root else run.resolve().name: run for run in common.find_runs(root)}
-    for folder in runs.values():
-        if not (folder / "final.pt").exists():
-            print(f"{folder} has no final policy yet", file=sys.stderr)
-    runs = {name: folder for name, folder in runs.items() if (folder / "final.pt").exists()}
-    if not runs:
+    finished = {name: folder for name, folder in runs.items() if (folder / "final.pt").exists()}
+    if not finished:
         raise common.UsageError(f"there is no finished run at or below {root}")
-    rows = evaluate_runs(runs, args.workers or common.available_cores())
+    check_writable(root / CSV_NAME)
+    seeds = [common.FINAL_SEEDS[0] + i for i in range(args.episodes)]
+    rows = evaluate_runs(finished, seeds, args.workers or common.available_cores())
     common.write_atomically(root / CSV_NAME, common.csv_text(FIELDS, rows).encode())
     print("\n".join(table(rows)))
     print(f"written to {root / CSV_NAME}")
+    for folder in (folder for name, folder in runs.items() if name not in finished):
+        print(f"{folder} has no final policy yet", file=sys.stderr)
 
 
 def main(argv=None):

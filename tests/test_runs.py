@@ -1,6 +1,5 @@
 """Whole runs: the command line, exactness, resuming, faults and learning."""
 
-import csv
 import json
 import os
 import random
@@ -9,60 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import common
-import ppo
-
-ROOT = Path(__file__).parent.parent
-TINY = ["--num-envs", "4", "--num-steps", "64", "--minibatch-size", "60", "--update-epochs", "2", "--no-compile"]
-TINY += ["--eval-every", "0"]
-TIME_COLUMNS = {"rollout_s", "update_s", "eval_s", "steps_per_s"}
-
-
-def command(*argv):
-    return [sys.executable, "ppo.py", *map(str, argv)]
-
-
-def script(*argv, **kwargs):
-    return subprocess.run(command(*argv), cwd=ROOT, capture_output=True, text=True, timeout=120, **kwargs)
-
-
-def train(tmp_path, name, *argv):
-    return ppo.train(ppo.parse_args([*TINY, "--runs-dir", str(tmp_path), "--run-name", name, *map(str, argv)]))
-
-
-def contents(run, evals=True):
-    """Everything of a run that must be the same, bit for bit."""
-    with open(run / "metrics.csv") as file:
-        rows = [{k: v for k, v in row.items() if k not in TIME_COLUMNS} for row in csv.DictReader(file)]
-    files = [run / "final.pt", *sorted((run / "snapshots").iterdir())]
-    files += [run / "best.pt", run / "evals.csv"] if evals else []
-    return rows, {str(f.relative_to(run)): f.read_bytes() for f in files}
-
-
-def living(group):
-    """The processes of a process group that have not ended: {pid: command line}."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            pass
-    return found
-
-
-def assert_nothing_lives(group):
-    deadline = time.monotonic() + 5
-    while living(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert living(group) == {}
+from tests.helpers import (
+    ROOT,
+    TINY,
+    assert_nothing_lives,
+    children,
+    command,
+    contents,
+    refused,
+    script,
+    stop_midway,
+    train,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("space", [[], ["--continuous"]])
@@ -106,22 +69,6 @@ def test_killed_and_resumed_is_the_undisturbed_run(tmp_path, space):
     assert "finished already" in script(*argv, "--run-name", "killed", check=True).stdout
 
 
-def stop_midway(tmp_path, name, how, *argv):
-    """Start a run, call how(process) once it has a checkpoint, and return the ended process."""
-    run = tmp_path / name
-    argv = [*TINY, "--total-timesteps", 10**6, "--runs-dir", tmp_path, "--run-name", name, "--overwrite", *argv]
-    process = subprocess.Popen(
-        command(*argv), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    while not (run / "checkpoint.pt").exists() and process.poll() is None:
-        time.sleep(0.01)
-    how(process)
-    start = time.monotonic()
-    process.out, process.err = process.communicate(timeout=30)
-    process.took = time.monotonic() - start
-    return process
-
-
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopping_leaves_no_process_and_says_how_to_go_on(tmp_path, sign, code):
     process = stop_midway(
@@ -132,10 +79,6 @@ def test_stopping_leaves_no_process_and_says_how_to_go_on(tmp_path, sign, code):
     assert "Traceback" not in process.err and "--overwrite" not in process.err
     assert common.load_tensors(tmp_path / "stopped" / "checkpoint.pt")["update"] > 0
     assert_nothing_lives(process.pid)
-
-
-def children(pid):
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_dead_worker_ends_the_run_in_one_line(tmp_path):
@@ -201,15 +144,29 @@ def test_an_environment_that_is_not_deterministic_goes_on_from_fresh_episodes(tm
             "actions must be Discrete, MultiDiscrete, MultiBinary or a Box of floats",
         ),
         (["--env-id", "tests.envs:OddObservations-v0"], "observations must be a Box or Discrete"),
+        (["--env-id", "CartPole-v1", "--env-kwargs", "speed=3"], "CartPole-v1 cannot be made: TypeError"),
+        (["--env-kwargs", "gravity"], "--env-kwargs takes key=value, not 'gravity'"),
+        (["--num-envs", "60000", "--num-steps", "10000000"], "GB, and this machine has"),
+        (["--hidden", "10000000", "10000000"], "GB, and this machine has"),
+        (["--log-std-init", "50"], "50 is not between -10 and 2"),
         (["--run-name", "../elsewhere"], "is not the name of a folder"),
+        (["--run-name", ".."], "is not the name of a folder"),
+        (["--run-name", ""], "is not the name of a folder"),
         (["--runs-dir", "/proc/nowhere"], "cannot write the run folder"),
     ],
 )
 def test_bad_input_takes_one_line_and_writes_nothing(tmp_path, argv, message):
-    result = script("--runs-dir", tmp_path, *argv)
-    assert result.returncode == 2
-    assert message in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
+    code, lines = refused("--runs-dir", tmp_path, *argv)
+    assert code == 2 and message in lines[-1]
     assert not list(tmp_path.iterdir())
+
+
+def test_bad_input_as_a_user_gives_it(tmp_path):
+    result = script("--runs-dir", tmp_path, "--env-id", "CartPool-v1")
+    assert result.returncode == 2 and not list(tmp_path.iterdir())
+    assert result.stderr.splitlines() == [
+        "ppo.py: error: there is no environment 'CartPool-v1'; did you mean CartPole-v1?"
+    ]
 
 
 def test_missing_box2d_is_answered_with_the_install_command(monkeypatch):
