@@ -451,10 +451,9 @@ def action_map(space):
         return lambda actions: (actions.reshape(-1, *shape) + start).astype(dtype)
 
     low, high = space.low.ravel(), space.high.ravel()
-    width = high.astype(np.float64) - low
-    bounded = width < UNBOUNDED
-    centre = np.where(bounded, low + width / 2, 0)
-    half = np.where(bounded, width / 2, 1)
+    bounded = high.astype(np.float64) - low < UNBOUNDED
+    left, right = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+    centre, half = (left + right) / 2, (right - left) / 2
     scaled = (centre != 0).any() or (half != 1).any()
 
     def to_environment(actions):
@@ -573,6 +572,8 @@ class Envs:
         """Begin the episode that environment i is in."""
         try:
             obs, _ = self.envs[i].reset(seed=episode_seed(self.seed, self.rows[i], self.episodes[i]))
+            if np.shape(obs) != self.space.shape:  # which could pass in _step, where NumPy repeats a lone number
+                raise ValueError(f"an observation of shape {np.shape(obs)}, not {self.space.shape}")
             self._rows[i] = flat_observation(obs, self.space)
         except Exception as error:
             raise RunError(f"{self._where(i)} raised in reset: {type(error).__name__}: {error}") from error
@@ -1552,8 +1553,8 @@ def verdict(found, deterministic_return):
     explained = found["explained_variance_end"]
     if explained is not None and round(explained, 2) < 0:
         said.append(
-            f"explained variance {explained:.2f} over the last tenth of the run: the critic is worse than a constant, "
-            "so the advantages are noise"
+            f"explained variance {explained:.2f} over the last tenth of the run: the critic is worse than a constant "
+            "(advantages are noise), unless the returns hardly vary any more"
         )
     sampled, std = found["train_return_last"], found["action_std_last"]
     if std is not None and sampled is not None and std > 0.7 * found["action_std_first"]:

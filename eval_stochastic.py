@@ -53,7 +53,7 @@ CONFIG_CHECKS = {  # what the scripts use of a config.json
     ("policy", "actor"): lambda value: is_text(value) and value in common.ACTORS,
     ("policy", "solved_return"): lambda value: value is None or is_number(value),
     ("versions", "cpu"): is_text,
-    ("versions", "cores"): lambda value: type(value) is int and is_number(value),
+    ("versions", "cores"): lambda value: value is None or is_number(value),
 }
 
 

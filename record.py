@@ -8,6 +8,8 @@ Recording reads policy files and changes nothing in the run.
 """
 
 import argparse
+import contextlib
+import io
 import itertools
 import os
 import sys
@@ -18,6 +20,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import common
+from eval_stochastic import check_writable, load_runs_policy, load_snapshots, playing
 
 SIZE = 640, 400  # pixels, width and height
 FILMED = 4
@@ -88,16 +91,31 @@ def halved(picture):
 
 
 def frames_per_second(config):
+    """The environment's own frame rate. Raises UsageError, after one trial picture, where it cannot be filmed."""
+    env_id = config["env_id"]
     env = common.make_policys_env(config)
-    fps = env.metadata.get("render_fps", 30)
+    modes, fps = env.metadata.get("render_modes") or [], env.metadata.get("render_fps") or 30
     env.close()
-    return fps
+    if "rgb_array" not in modes:
+        raise common.UsageError(f"{env_id} cannot be filmed: it renders {', '.join(modes) or 'nothing'}, not rgb_array")
+    with contextlib.redirect_stderr(io.StringIO()):  # a graphics library that fails may say so in many lines
+        try:
+            env = common.make_policys_env(config, render_mode="rgb_array")
+            env.reset(seed=0)
+            caption(env.render(), env_id)
+            env.close()
+        except Exception as error:
+            reason = common.first_line(error)
+        else:
+            return fps
+    raise common.UsageError(f"{env_id} cannot be filmed on this machine: {reason}")
 
 
 def record_best(run, workers, policy):
     """(pictures, lines to print): the best policy on the video seeds, of which FILMED are filmed."""
     config, seeds = policy[1], common.VIDEO_SEEDS
-    episodes = fly(workers, policy, seeds)
+    with playing(run / "best.pt"):
+        episodes = fly(workers, policy, seeds)
     found = common.summarise(episodes, config)
     lines = [f"{len(seeds)} held-out starts: return {found['mean_return']:.1f} +- {found['std_return']:.1f}"]
     for field, text in (("solved", f"score at least {config['solved_return'] or 0:g}"), ("landed", "land")):
@@ -108,19 +126,15 @@ def record_best(run, workers, policy):
     return (picture for i in chosen for picture in frames(policy, seeds[i], run.resolve().name)), lines
 
 
-def record_progression(run, workers, seed):
-    """(pictures, lines to print): one start, flown by each snapshot in turn."""
-    snapshots = sorted((run / "snapshots").glob("*.pt"))
-    if not snapshots:
-        raise common.UsageError(f"{run} has no snapshots")
-    policies = [common.load_policy(path) for path in snapshots]
-    titles = [f"{float(path.stem):g} % of training" for path in snapshots]
-    lines = []
-    for policy, title in zip(policies, titles, strict=True):
-        episode = fly(workers, policy, [seed])
-        lines.append(f"{title:>20}: return {episode['return'][0]:8.1f}, {episode['length'][0]} steps")
-    pairs = zip(policies, titles, strict=True)
-    return (picture for policy, title in pairs for picture in frames(policy, seed, title)), lines
+def record_progression(run, workers, snapshots, seed):
+    """(pictures, lines to print): one start, flown by each of the snapshots {percent: policy} in turn."""
+    titles, lines = {percent: f"{percent:g} % of training" for percent in snapshots}, []
+    for percent, policy in snapshots.items():
+        with playing(run / "snapshots" / f"{percent:05.1f}.pt"):
+            episode = fly(workers, policy, [seed])
+        lines.append(f"{titles[percent]:>20}: return {episode['return'][0]:8.1f}, {episode['length'][0]} steps")
+    films = (frames(policy, seed, titles[percent]) for percent, policy in snapshots.items())
+    return itertools.chain.from_iterable(films), lines
 
 
 def parse_args(argv=None):
@@ -145,18 +159,21 @@ def parse_args(argv=None):
 
 def record(args):
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    path = args.run / ("snapshots/000.0.pt" if args.progression else "best.pt")
-    policy = common.load_policy(path)
-    config = policy[1]
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo would look for a display
     name = args.run.resolve().name + "-progression" * args.progression
     out = args.out or Path("videos", f"{name}.mp4")
+    snapshots = load_snapshots(args.run) if args.progression else None
+    policy = snapshots[min(snapshots)] if snapshots else load_runs_policy(args.run, "best.pt")
+    config = policy[1]
+    check_writable(out)
+    fps = frames_per_second(config)
     with common.Workers(common.available_cores(), config, 0, common.available_cores()) as workers:
         if args.progression:
-            pictures, lines = record_progression(args.run, workers, args.seed)
+            pictures, lines = record_progression(args.run, workers, snapshots, args.seed)
         else:
             pictures, lines = record_best(args.run, workers, policy)
     print("\n".join(lines))
-    fps = frames_per_second(config)
     count = write_film(out, pictures, fps)
     print(f"{out}: {count} frames, {count / fps * (GIF_EVERY if out.suffix == '.gif' else 1):.1f} s")
 
