@@ -215,7 +215,7 @@ def test_a_policy_file_runs_no_code(tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     torch.save({"config": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(common.UsageError, match="evil.pt is not a policy file"):
+    with pytest.raises(common.UsageError, match=r"evil\.pt is not a policy file"):
         common.load_policy(tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
 

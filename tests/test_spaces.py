@@ -135,17 +135,9 @@ def test_rewards_are_scaled_as_stable_baselines3_scales_them():
         np.testing.assert_allclose(scaled, (rewards / np.sqrt(theirs.var)).clip(-10, 10), rtol=1e-4)
 
 
-HARDER = [
-    "--norm-obs",
-    "--norm-reward",
-    "--clip-vloss",
-    "--anneal-lr",
-    "--activation",
-    "relu",
-    "--log-std-init",
-    "-0.5",
-]
-HARDER += ["--no-norm-adv", "--no-ortho-init", "--target-kl", "0.5", "--env-id", "Pendulum-v1", "--hidden", "16", "8"]
+SWITCHES = ["--norm-obs", "--norm-reward", "--clip-vloss", "--anneal-lr", "--no-norm-adv", "--no-ortho-init"]
+HARDER = [*SWITCHES, "--activation", "relu", "--log-std-init", "-0.5", "--target-kl", "0.5", "--hidden", "16", "8"]
+HARDER += ["--env-id", "Pendulum-v1"]
 
 
 def test_same_bits_with_every_switch_for_any_workers_and_after_a_stop(tmp_path, monkeypatch):
