@@ -73,8 +73,8 @@ def refused(*argv):
 
 
 def interrupted(monkeypatch, updates, *args):
-    """`train`, stopped as Ctrl-C does it once it has made so many updates."""
-    log_update = common.Run.log_update
+    """`train`, stopped as Ctrl-C does it once it has made so many updates, with a checkpoint of each."""
+    log_update, save_checkpoint = common.Run.log_update, common.Run.save_checkpoint
 
     def log_and_stop(run, *row):
         if run.update == updates:
@@ -83,6 +83,7 @@ def interrupted(monkeypatch, updates, *args):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(common.Run, "log_update", log_and_stop)
+        patch.setattr(common.Run, "save_checkpoint", lambda run, learner: save_checkpoint(run, learner, now=True))
         train(*args)
 
 

@@ -54,6 +54,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_once_there_is_room(tmp_path, small_disk):
     def fill_up(_):
         with open(small_disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -100,6 +101,7 @@ def test_what_cannot_be_replaced_is_named(tmp_path, monkeypatch, capsys, name):
     for file in common.CHECKPOINTS if name.startswith("checkpoint") else [name]:
         (tmp_path / "r" / file).write_bytes(b"[1, 2")
     argv = [*map(str, [*TINY, *SHORT, "--runs-dir", tmp_path, "--run-name", "r"])]
+    capsys.readouterr()
     assert ppo.main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "r" / name) in line
@@ -185,8 +187,12 @@ def test_a_sigma_out_of_all_bounds(log_std):
     actions = numpy_actor.sample(obs, numpy_actor.noise(rng, 4))
     space = common.make_env("LunarLander-v3", continuous=True).action_space
     assert all(space.contains(action) for action in common.action_map(space)(actions))
-    dist = actor(torch.from_numpy(obs))
-    assert dist.log_prob(torch.from_numpy(actions)).isfinite().all() and dist.entropy().isfinite().all()
+    stats = actor(torch.from_numpy(obs)).log_prob(torch.from_numpy(actions)).detach()[:, None]
+    if log_std < 0:
+        assert stats.isfinite().all()
+    else:  # its variance is beyond float32
+        with pytest.raises(common.RunError, match="is nan at gradient step 1"):
+            ppo.check_finite(stats, torch.zeros(1))
 
 
 def test_every_file_is_plain(tmp_path, monkeypatch):
@@ -220,6 +226,7 @@ def test_a_policy_file_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_while_it_starts_it_leaves_no_process(tmp_path, sign):
     for delay in (0.5, 1.5, 2.5):
