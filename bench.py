@@ -145,7 +145,7 @@ class Parts:
         self.args, self.obs_dim = args, config["obs_dim"]
         self.batch_size = args.num_envs * args.num_steps
         self.nets = ppo.ActorCritic(common.build_actor(config), common.build_critic(config))
-        self.learner = ppo.make_learner(self.nets, args.learning_rate)
+        self.learner = ppo.make_learner(self.nets, args)
         self.rollout = ppo.example_rollout(config, self.batch_size)
         self.steps = self.compile() if args.compile else ppo.make_minibatch_steps(self.nets, args)
 

@@ -261,14 +261,18 @@ class GaussianActor(nn.Module):
         self.log_std = nn.Parameter(torch.full((act_dim,), float(log_std_init)))
         self.noise_dim = act_dim
 
+    def mean_and_log_std(self, obs):
+        """[..., obs_dim] -> mu(s), [..., act_dim]; log sigma, [act_dim]. Tensors or, after `as_numpy`, arrays."""
+        return self.net(obs), self.log_std
+
     def forward(self, obs):
         """[..., obs_dim] -> Independent Normal over [..., act_dim]; log_prob and entropy are [...]."""
-        mean = self.net(obs)
-        return Independent(Normal(mean, self.log_std.exp().expand_as(mean), validate_args=False), 1)
+        mean, log_std = self.mean_and_log_std(obs)
+        return Independent(Normal(mean, log_std.exp().expand_as(mean), validate_args=False), 1)
 
     def mode(self, obs):
         """[n, obs_dim] -> the mean action of each row, [n, act_dim]."""
-        return self.net(obs)
+        return self.mean_and_log_std(obs)[0]
 
     def noise(self, rng, n):
         """What `sample` needs for n actions, drawn from a NumPy generator: [n, act_dim] float32."""
@@ -277,7 +281,24 @@ class GaussianActor(nn.Module):
     def sample(self, obs, noise):
         """a ~ pi(.|s) as a function of its noise, mu + sigma * noise: [n, obs_dim] -> [n, act_dim]."""
         exp = torch.exp if isinstance(obs, torch.Tensor) else np.exp
-        return self.net(obs) + exp(self.log_std) * noise
+        mean, log_std = self.mean_and_log_std(obs)
+        return mean + exp(log_std) * noise
+
+
+class StateStdActor(GaussianActor):
+    """N(mu(s), diag(sigma(s)^2)): log sigma is a second head of the network (--std state; page section 8)."""
+
+    def __init__(self, obs_dim, act_dim, log_std_init=0.0, **net):
+        nn.Module.__init__(self)
+        self.net = MLP(obs_dim, 2 * act_dim, out_gain=0.01, **net)
+        self.noise_dim = act_dim
+        with torch.no_grad():
+            self.net.layers[-1].bias[act_dim:] += log_std_init
+
+    def mean_and_log_std(self, obs):
+        """[..., obs_dim] -> mu(s) and log sigma(s), each [..., act_dim]."""
+        outputs = self.net(obs)
+        return outputs[..., : self.noise_dim], outputs[..., self.noise_dim :]
 
 
 class Critic(nn.Module):
@@ -303,12 +324,19 @@ def build_actor(config, **init):
     net = {key: config[key] for key in NET_KEYS}
     if config["actor"] != "gaussian":
         init.pop("log_std_init", None)
-    return ACTORS[config["actor"]](config["obs_dim"], config["act_dim"], **net, **init)
+    actor = StateStdActor if config["std"] == "state" else ACTORS[config["actor"]]
+    return actor(config["obs_dim"], config["act_dim"], **net, **init)
 
 
 def build_critic(config, ortho_init=True):
     """The critic beside that actor, with fresh weights."""
     return Critic(config["obs_dim"], ortho_init=ortho_init, **{key: config[key] for key in NET_KEYS})
+
+
+def mean_std(gaussian_actor, obs):
+    """Mean sigma over action dimensions and, where it depends on them, observations. obs: [..., obs_dim]."""
+    _, log_std = gaussian_actor.mean_and_log_std(obs)
+    return log_std.exp().mean().item()
 
 
 def explained_variance(values, returns):
@@ -382,7 +410,9 @@ def make_policys_env(config, **kwargs):
     return make_env(config["env_id"], config["continuous"], **config["env_kwargs"], **kwargs)
 
 
-def policy_config(env_id, continuous=False, env_kwargs=None, *, hidden=(64, 64), activation="tanh", norm_obs=False):
+def policy_config(
+    env_id, continuous=False, env_kwargs=None, *, hidden=(64, 64), activation="tanh", norm_obs=False, std="global"
+):
     """All that playing a policy takes besides its weights; stored in every policy file.
 
     Raises UsageError where the spaces are not supported. Observations are a Box, flattened, or Discrete, one-hot;
@@ -420,6 +450,7 @@ def policy_config(env_id, continuous=False, env_kwargs=None, *, hidden=(64, 64),
         "hidden": list(hidden),
         "activation": activation,
         "norm_obs": bool(norm_obs),
+        "std": std,
         "solved_return": None if threshold is None else float(threshold),
     }
 
@@ -935,7 +966,12 @@ def save_policy(path, weights, config, env_steps):
     save_tensors(path, {"config": config, "env_steps": env_steps, "actor": tensors})
 
 
-SINCE_ADDED = {"env_kwargs": {}, "activation": "tanh", "norm_obs": False}  # what older policy files do not say
+SINCE_ADDED = {
+    "env_kwargs": {},
+    "activation": "tanh",
+    "norm_obs": False,
+    "std": "global",
+}  # what older policy files do not say
 
 
 def load_policy(path):
@@ -1091,7 +1127,9 @@ def read_csv(path):
 def config_of(args):
     """The policy config of a training script's arguments. Raises UsageError where it cannot be trained here."""
     net = {key: getattr(args, key) for key in NET_KEYS}
-    config = policy_config(args.env_id, args.continuous, args.env_kwargs, **net)
+    config = policy_config(args.env_id, args.continuous, args.env_kwargs, std=args.std, **net)
+    if config["actor"] != "gaussian" and (args.std != "global" or args.log_std_init):
+        raise UsageError(f"--std and --log-std-init are a Gaussian actor's, and {args.env_id} takes none")
     _check_memory(args, config)
     return config
 
@@ -1176,6 +1214,7 @@ METRICS = (
     *("env_steps", "gradient_steps", "episodes", "train_return_100"),
     *("approx_kl", "approx_kl_last_epoch", "kl_k1", "kl_k2", "exact_kl", "clip_frac", "entropy"),
     *("explained_variance", "policy_loss", "value_loss", "grad_norm", "learning_rate", "action_std"),
+    *("ent_coef", "kl_beta"),
     *("rollout_s", "update_s", "eval_s", "steps_per_s"),
 )
 EVALS = (
@@ -1197,6 +1236,8 @@ TENSORBOARD = {
     "train/policy_gradient_loss": "policy_loss",
     "train/value_loss": "value_loss",
     "train/std": "action_std",
+    "train/ent_coef": "ent_coef",
+    "train/kl_beta": "kl_beta",
     "train/entropy": "entropy",
     "train/exact_kl": "exact_kl",
     "train/grad_norm": "grad_norm",

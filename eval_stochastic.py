@@ -135,12 +135,16 @@ def paired_interval(differences, level=0.95):
 
 
 @torch.inference_mode()
-def start_entropy(actor, config, seeds):
-    """Mean entropy of the policy, nats, at the first observations of the episodes from these seeds."""
+def at_the_start(actor, config, seeds):
+    """At the first observations of the episodes from these seeds: mean entropy, nats, and mean sigma or None."""
     env = common.make_policys_env(config)
     starts = np.array([common.flat_observation(env.reset(seed=int(seed))[0], env.observation_space) for seed in seeds])
     env.close()
-    return float(actor(torch.from_numpy(starts)).entropy().mean())
+    obs = torch.from_numpy(starts)
+    return {
+        "start_entropy": float(actor(obs).entropy().mean()),
+        "action_std": common.mean_std(actor, obs) if config["actor"] == "gaussian" else None,
+    }
 
 
 def compare(name, actor, config, seeds, episodes):
@@ -152,9 +156,7 @@ def compare(name, actor, config, seeds, episodes):
         row |= {f"{way}_solved": found["solved"], f"{way}_truncated": found["truncated"]}
     difference = paired_interval(episodes["deterministic"]["return"] - episodes["sampled"]["return"])
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
-    row["start_entropy"] = start_entropy(actor, config, seeds)
-    row["action_std"] = float(actor.log_std.detach().exp().mean()) if config["actor"] == "gaussian" else None
-    return row
+    return row | at_the_start(actor, config, seeds)
 
 
 def evaluate_runs(runs, seeds, num_workers):

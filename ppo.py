@@ -21,6 +21,7 @@ flattened to [T*N, ...] for the update; a quantity per sample is 1-D.
 
 import argparse
 import functools
+import math
 import sys
 import time
 
@@ -78,6 +79,7 @@ def normalise(advantages):
     return (advantages - advantages.mean()) / (std + 1e-8)
 
 
+KL_OBJECTIVES = ("kl-fixed", "kl-adaptive")  # r A less beta KL, in place of the clip
 STATS = ("kl_k1", "kl_k2", "approx_kl", "clip_frac", "entropy", "policy_loss", "value_loss", "grad_norm")
 
 
@@ -96,16 +98,18 @@ def squared_error(values, returns, advantages, clip_eps=None):
 
 def ppo_loss(
     dist, values, actions, logp_old, advantages, returns,
-    *, clip_eps, vf_coef, ent_coef, norm_adv=True, clip_vloss=False,
+    *, clip_eps, vf_coef, ent_coef, norm_adv=True, clip_vloss=False, objective="clip",
 ):  # fmt: skip
     """The full loss, eq. (5), of one minibatch, and its diagnostics in the order of STATS[:-1].
 
     dist: a batch of n distributions; values, logp_old, advantages, returns: [n]; actions: [n] or [n, act_dim].
+    An objective other than "clip" leaves r A as it is; clip_eps then says what the clip fraction counts.
     """
     log_ratio = dist.log_prob(actions) - logp_old
     ratio = log_ratio.exp()  # eq. (2)
     scaled = normalise(advantages) if norm_adv else advantages
-    policy_loss = -clipped_surrogate(ratio, scaled, clip_eps).mean()  # -L^CLIP, eq. (4)
+    surrogate = clipped_surrogate(ratio, scaled, clip_eps) if objective == "clip" else ratio * scaled
+    policy_loss = -surrogate.mean()  # -L^CLIP, eq. (4)
     value_loss = squared_error(values, returns, advantages, clip_eps if clip_vloss else None).mean()
     entropy = dist.entropy().mean()
     loss = policy_loss + vf_coef * value_loss - ent_coef * entropy  # eq. (5)
@@ -113,6 +117,21 @@ def ppo_loss(
     k1, k2, k3 = (k.mean() for k in kl_estimates(log_ratio))
     clip_frac = ((ratio - 1).abs() > clip_eps).float().mean()  # page section 4.2
     return loss, torch.stack([k1, k2, k3, clip_frac, entropy, policy_loss, value_loss]).detach()
+
+
+def adapted_beta(beta, kl, target):
+    """The next update's weight of a KL penalty from this one's KL (Schulman et al. 2017, section 4)."""
+    if kl < target / 1.5:
+        return beta / 2
+    return beta * 2 if kl > target * 1.5 else beta
+
+
+def adapted_ent_coef(ent_coef, entropy, target, rate):
+    """The next update's c_e: a step of size rate on log c_e, up where the entropy is below its target, else down.
+
+    SAC's rule for its temperature (Haarnoja et al. 2018, eq. 18), which keeps it positive.
+    """
+    return ent_coef * math.exp(rate * (target - entropy))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -148,12 +167,38 @@ def unflatten(theta, module):
     return {name: part.view_as(p) for name, part, p in zip(names, parts, params, strict=True)}
 
 
-def make_learner(nets, learning_rate):
-    """minibatch_steps' first arguments: theta, of which the nets are views; Adam's m, v, powers and step size."""
+def make_learner(nets, args):
+    """minibatch_steps' first arguments: theta, of which the nets are views; Adam's m, v, powers and step size;
+    and what may change between updates: the loss's weights, and theta_old, for a KL penalty."""
     theta = flatten(nets)
-    powers, learning_rate = torch.ones(2, dtype=torch.float64), torch.tensor(learning_rate, dtype=torch.float64)
-    moments = {"m": torch.zeros_like(theta), "v": torch.zeros_like(theta)}
-    return {"theta": theta, **moments, "powers": powers, "learning_rate": learning_rate}
+    return {
+        "theta": theta,
+        "m": torch.zeros_like(theta),
+        "v": torch.zeros_like(theta),
+        "powers": torch.ones(2, dtype=torch.float64),
+        "learning_rate": torch.tensor(args.learning_rate, dtype=torch.float64),
+        "ent_coef": torch.tensor(args.ent_coef),
+        "kl_beta": torch.tensor(args.kl_beta),
+        "theta_old": theta.clone(),
+    }
+
+
+def prepare(learner, args, progress):
+    """Before an update: pi_old, and what follows a schedule. progress: the share of the budget that is spent."""
+    learner["theta_old"].copy_(learner["theta"])
+    if args.anneal_lr:
+        learner["learning_rate"].fill_(args.learning_rate * (1 - progress))
+    if args.ent_coef_final is not None:
+        learner["ent_coef"].fill_(args.ent_coef + (args.ent_coef_final - args.ent_coef) * progress)
+
+
+def adapt(learner, args, row, steps):
+    """After an update of so many gradient steps: what its measurements, a row of metrics.csv, change for the next."""
+    if args.objective == "kl-adaptive":
+        learner["kl_beta"].fill_(adapted_beta(row["kl_beta"], row["exact_kl"], args.kl_target))
+    if args.target_entropy is not None:
+        rate = args.learning_rate * steps
+        learner["ent_coef"].fill_(adapted_ent_coef(row["ent_coef"], row["entropy"], args.target_entropy, rate))
 
 
 def clip_norm(grad, max_norm):
@@ -194,17 +239,22 @@ def make_minibatch_steps(nets, args):
     and Adam. It moves theta, and so the nets, in place.
     """
 
-    options = {k: getattr(args, k) for k in ("clip_eps", "vf_coef", "ent_coef", "norm_adv", "clip_vloss")}
+    options = {k: getattr(args, k) for k in ("clip_eps", "vf_coef", "norm_adv", "clip_vloss", "objective")}
 
-    def loss_of(theta, obs, *batch):
+    def loss_of(theta, theta_old, ent_coef, kl_beta, obs, *batch):
         dist, values = functional_call(nets, unflatten(theta, nets), obs)
-        return ppo_loss(dist, values, *batch, **options)
+        loss, stats = ppo_loss(dist, values, *batch, ent_coef=ent_coef, **options)
+        if args.objective in KL_OBJECTIVES:
+            dist_old, _ = functional_call(nets, unflatten(theta_old, nets), obs)
+            loss = loss + kl_beta * kl_divergence(dist_old, dist).mean()  # Schulman et al. 2017, eq. (8)
+        return loss, stats
 
-    def minibatch_steps(theta, m, v, powers, learning_rate, idx, *rollout):
+    def minibatch_steps(theta, m, v, powers, learning_rate, ent_coef, kl_beta, theta_old, idx, *rollout):
         stats = []
         for rows in idx:
             batch = [x[rows] for x in rollout]
-            grad, (_, loss_stats) = grad_and_value(loss_of, has_aux=True)(theta, *batch)
+            grad_of = grad_and_value(loss_of, has_aux=True)
+            grad, (_, loss_stats) = grad_of(theta, theta_old, ent_coef, kl_beta, *batch)
             grad, grad_norm = clip_norm(grad, args.max_grad_norm)
             adam_(theta, m, v, powers, grad, learning_rate, args.adam_eps)
             stats.append(torch.cat([loss_stats, grad_norm[None]]))
@@ -221,10 +271,14 @@ def compile_steps(minibatch_steps, shapes, learner, rollout):
     torch.compiler.reset()  # unguarded, what an earlier run in this process compiled would be taken for ours
     options = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [guard.name == "idx" for guard in guards]}
     compiled = torch.compile(minibatch_steps, fullgraph=True, dynamic=False, options=options)
+
+    def trial(steps, shape):
+        steps(*(x.clone() for x in learner.values()), torch.zeros(shape, dtype=torch.int64), *rollout)
+
+    trial(minibatch_steps, (1, 1))  # kl_divergence searches for its formula once, which cannot be compiled
     try:
         for shape in shapes:
-            state = [x.clone() for x in learner.values()]
-            compiled(*state, torch.zeros(shape, dtype=torch.int64), *rollout)
+            trial(compiled, shape)
     except Exception as error:
         reason = common.first_line(error)
         print(f"the update could not be compiled and runs several times slower: {reason}", file=sys.stderr)
@@ -292,7 +346,7 @@ def train(args):
     torch.manual_seed(args.seed)
     actor = common.build_actor(config, ortho_init=args.ortho_init, log_std_init=args.log_std_init)
     nets = ActorCritic(actor, common.build_critic(config, args.ortho_init))
-    learner = make_learner(nets, args.learning_rate)
+    learner = make_learner(nets, args)
     reward_scale = common.RewardScale(args.num_envs, args.gamma)
     saved = {**learner, **dict(nets.named_buffers()), **dict(reward_scale.named_buffers())}
     run.restore(saved)
@@ -339,8 +393,7 @@ def train(args):
                 explained_variance = common.explained_variance(values.flatten(), returns.flatten())
 
                 # (c) K epochs of shuffled minibatches on the same data
-                if args.anneal_lr:
-                    learner["learning_rate"].fill_(args.learning_rate * (1 - run.env_steps / args.total_timesteps))
+                prepare(learner, args, progress=run.env_steps / args.total_timesteps)
                 batch = [x.flatten(0, 1) for x in (obs, actions, logp_old, advantages, returns)]
                 rng = common.stream("minibatches", args.seed, run.update)
                 epochs = []
@@ -366,8 +419,10 @@ def train(args):
             row = dict(zip(STATS, stats.mean(0).tolist(), strict=True))
             row["approx_kl_last_epoch"] = epochs[-1][:, STATS.index("approx_kl")].mean().item()
             row |= {"exact_kl": exact_kl.item(), "explained_variance": explained_variance}
-            row["learning_rate"] = learner["learning_rate"].item()
-            row["action_std"] = nets.actor.log_std.exp().mean().item() if config["actor"] == "gaussian" else None
+            row |= {name: learner[name].item() for name in ("learning_rate", "ent_coef")}
+            row["kl_beta"] = learner["kl_beta"].item() if args.objective in KL_OBJECTIVES else None
+            row["action_std"] = common.mean_std(nets.actor, obs) if config["actor"] == "gaussian" else None
+            adapt(learner, args, row, len(stats))
             run.log_update(row, len(stats), clock)
             run.save_checkpoint(saved)
 
@@ -406,6 +461,7 @@ def check_finite(stats, theta):
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         prog="ppo.py",
+        usage="python ppo.py [--seed INT] [--continuous] [any of the options below]",
         description="Train PPO on a Gymnasium environment. The same command resumes a run that was stopped.",
         epilog="Box actions: a Gaussian's [-1, 1] is laid over a dimension's bounds; one without bounds, or wider than "
         "a million, takes the action as it is. The environment's copy is clipped to whatever bounds there are.",
@@ -494,6 +550,28 @@ def parse_args(argv=None):
     ):
         group.add_argument(flag, dest=flag[5:].replace("-", "_"), action="store_false", help=text)
 
+    group = parser.add_argument_group("other surrogates, and sigma (off unless given)")
+    group.add_argument(
+        "--objective",
+        choices=("clip", "none", *KL_OBJECTIVES),
+        default="clip",
+        help="clip, eq. (4); none: r A alone, eq. (2); r A - beta KL with a fixed or an adaptive beta "
+        "(Schulman et al. 2017, section 4) [clip]",
+    )
+    for flag, low, text in (
+        ("--kl-beta", 0, "beta, or where an adaptive one begins [1]"),
+        ("--kl-target", 1e-9, "KL of an update that leaves an adaptive beta alone, nats [0.01]"),
+        ("--ent-coef-final", 0, "c_e at the end of the budget, linearly from --ent-coef (page 8)"),
+        ("--target-entropy", -1e6, "nats that c_e is adapted to, from --ent-coef (Haarnoja et al. 2018; page 8)"),
+    ):
+        group.add_argument(flag, type=common.number(float, low), metavar="FLOAT", help=text)
+    group.add_argument(
+        "--std",
+        choices=("global", "state"),
+        default="global",
+        help="a Gaussian actor's sigma: learned numbers, page 7, or a second head of the network (page 8) [global]",
+    )
+
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--workers",
@@ -519,6 +597,14 @@ def parse_args(argv=None):
             f"a rollout of {args.num_envs} x {args.num_steps} = {args.num_envs * args.num_steps} samples is smaller "
             f"than --minibatch-size {args.minibatch_size}"
         )
+    if args.kl_beta is not None and args.objective not in KL_OBJECTIVES:
+        parser.error(f"--kl-beta has no meaning for --objective {args.objective}")
+    if args.kl_target is not None and args.objective != "kl-adaptive":
+        parser.error(f"--kl-target has no meaning for --objective {args.objective}")
+    if args.target_entropy is not None and (args.ent_coef_final is not None or not args.ent_coef):
+        parser.error("--target-entropy adapts a positive --ent-coef, without --ent-coef-final")
+    args.kl_beta = 1.0 if args.kl_beta is None else args.kl_beta
+    args.kl_target = 0.01 if args.kl_target is None else args.kl_target
     try:
         args.env_kwargs = common.env_kwargs(args.env_kwargs)
     except common.UsageError as error:

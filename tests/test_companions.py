@@ -91,8 +91,8 @@ def test_two_equal_logits():
     with torch.no_grad():
         actor.net.layers[-1].weight.zero_()
         actor.net.layers[-1].bias.copy_(torch.tensor([-50.0, 0.0, 0.0, -50.0]))
-    config = {"env_id": "LunarLander-v3", "continuous": False, "env_kwargs": {}}
-    assert eval_stochastic.start_entropy(actor, config, [0, 1]) == pytest.approx(math.log(2))
+    config = common.policy_config("LunarLander-v3")
+    assert eval_stochastic.at_the_start(actor, config, [0, 1])["start_entropy"] == pytest.approx(math.log(2))
     numpy_actor, env = common.as_numpy(actor), common.make_env("LunarLander-v3")
     assert {int(action) for _, action, *_ in common.play(numpy_actor, env, 0)} == {1}
     sampled = [int(action) for seed in range(10) for _, action, *_ in common.play(numpy_actor, env, seed, False)]

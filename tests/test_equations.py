@@ -13,10 +13,11 @@ from torch.distributions import kl_divergence
 import common
 import ppo
 
-NET = {"obs_dim": 8, "hidden": [64, 64], "activation": "tanh", "norm_obs": False}
+NET = {"obs_dim": 8, "hidden": [64, 64], "activation": "tanh", "norm_obs": False, "std": "global"}
 CATEGORICAL = {"actor": "categorical", "act_dim": 4, **NET}
 MULTICATEGORICAL = {"actor": "multicategorical", "act_dim": [3, 2], **NET}
 GAUSSIAN = {"actor": "gaussian", "act_dim": 2, **NET}
+STATE_STD = GAUSSIAN | {"std": "state"}
 
 
 def make_nets(config, seed=0):
@@ -207,12 +208,14 @@ def test_sample_follows_the_distribution(config):
         torch.testing.assert_close(actions.std(0), dist.stddev[0], atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("config", [CATEGORICAL, GAUSSIAN, CATEGORICAL | {"hidden": [16]}, GAUSSIAN | {"hidden": []}])
+@pytest.mark.parametrize(
+    "config", [CATEGORICAL, GAUSSIAN, STATE_STD, CATEGORICAL | {"hidden": [16]}, GAUSSIAN | {"hidden": []}]
+)
 def test_numpy_copy_is_the_same_actor(config):
     actor = make_nets(config, seed=3).actor
     with torch.no_grad():
         for param in actor.parameters():
-            param += torch.randn_like(param)
+            param += 0.3 * torch.randn_like(param)
     copy, obs = common.as_numpy(actor), torch.randn(50, 8)
     noise = actor.noise(np.random.default_rng(0), 50)
     for ours, theirs in (
@@ -222,7 +225,7 @@ def test_numpy_copy_is_the_same_actor(config):
     ):
         assert isinstance(ours, np.ndarray) and ours.dtype in (np.float32, np.int64)
         torch.testing.assert_close(torch.from_numpy(ours), theirs.detach())
-    assert len(list(actor.parameters())) == 2 * len(actor.net.layers) + (config["actor"] == "gaussian")
+    assert len(list(actor.parameters())) == 2 * len(actor.net.layers) + ("log_std" in dict(actor.named_parameters()))
 
 
 def test_parameter_counts_and_initialisation():
@@ -267,7 +270,7 @@ def test_adam_and_clip_are_torchs():
 
 def run_steps(config, compiled=None, n=64):
     nets = make_nets(config)
-    learner = ppo.make_learner(nets, 3e-4)
+    learner = ppo.make_learner(nets, default_args())
     batch = make_batch(nets, n)
     steps = ppo.make_minibatch_steps(nets, default_args())
     steps = compiled(steps, learner, batch) if compiled else steps
@@ -313,7 +316,7 @@ def test_gradient_step_equals_stable_baselines3(continuous):
     sb3.set_logger(Logger(None, []))
     sb3._current_progress_remaining = 1.0
     nets = make_nets(GAUSSIAN if continuous else CATEGORICAL)
-    learner = ppo.make_learner(nets, 3e-4)
+    learner = ppo.make_learner(nets, default_args())
 
     def pairs():
         policy = sb3.policy
