@@ -142,7 +142,7 @@ def frame(axis, runs, table, field):
     """
     returns = [value for run in runs for value in getattr(run, table).get(field, []) if np.isfinite(value)]
     if not returns:
-        axis.text(0.5, 0.5, "none yet", transform=axis.transAxes, ha="center")
+        axis.text(0.5, 0.5, "none", transform=axis.transAxes, ha="center")
         return
     low, high = np.quantile(returns, [0.01, 1], method="lower")
     solved = runs[0].solved_return
@@ -261,7 +261,7 @@ def figure_stochastic(rows, env_runs):
     """Deterministic against sampled return of each of our final policies. rows: of eval_stochastic.csv."""
     by_space = {c: [row for row in rows if row["continuous"] == c] for c in (False, True)}
     present = [c for c in by_space if by_space[c]]
-    figure, axes = plt.subplots(1, len(present), figsize=(3.4 * len(present) + 0.6, 3.2), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, len(present), figsize=(3.4 * len(present) + 0.6, 3.5), squeeze=False, sharey=True)
     for axis, continuous in zip(axes[0], present, strict=True):
         for way, offset, colour, marker in (("deterministic", -0.12, BLUE, "o"), ("sampled", 0.12, ORANGE, "s")):
             x = [row["seed"] + offset for row in by_space[continuous]]
@@ -269,12 +269,12 @@ def figure_stochastic(rows, env_runs):
             error = [float(row[f"{way}_std"]) for row in by_space[continuous]]
             axis.errorbar(x, mean, error, fmt=marker, color=colour, ms=5, lw=1, capsize=2, label=way)
         if env_runs[0].solved_return is not None:
-            axis.axhline(env_runs[0].solved_return, color=GREY, lw=0.8, ls=":")
+            axis.axhline(env_runs[0].solved_return, color=GREY, lw=0.8, ls=":", label="solved")
         axis.set(title=f"{SPACES[continuous]} actions", xlabel="seed of the run")
         axis.set_xticks(sorted({row["seed"] for row in by_space[continuous]}))
     starts = span([int(row["episodes"]) for row in rows], 0)
     axes[0, 0].set_ylabel(f"return on {starts} held-out starts\n(mean and standard deviation of episodes)")
-    axes[0, 0].legend()
+    legend_below(figure, axes[0, :1])
     return figure
 
 
