@@ -1,7 +1,9 @@
 """Every figure, and the results table, from run folders alone.
 
-    python plot.py runs/             # figures/*.png
-    python plot.py runs/ --table     # the results table as Markdown, beside the page's numbers
+    python plot.py runs/reference                # figures/*.png
+    python plot.py runs/reference --table        # the results table as Markdown, beside the page's numbers
+    python plot.py runs/tasks [--table]          # several environments: figures/tasks.png; a row each in the table
+    python plot.py runs/tasks --env-id Hopper-v5 --out figures/hopper    # one of them as if it were alone
 
 Runs are told apart by their config.json: ours, Stable-Baselines3's (sb3_reference.py), each action space. A figure
 whose runs are not there is left out, and said to be.
@@ -23,7 +25,7 @@ from torch.distributions import kl_divergence
 
 import common
 import ppo
-from eval_stochastic import CSV_NAME
+from eval_stochastic import CSV_NAME, load_runs_policy, load_snapshots
 
 # Okabe and Ito's colours, told apart by the colour-blind and in grey print
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
@@ -51,7 +53,7 @@ class LoadedRun:
         try:
             args = config["args"]
             self.seed, self.kind = args["seed"], f"sb3-{args['algo']}" if "algo" in args else "ppo"
-            self.env_id, self.continuous = args["env_id"], args["continuous"]
+            self.env_id, self.continuous = args["env_id"], config["policy"]["actor"] == "gaussian"
             self.solved_return, self.versions = config["policy"]["solved_return"], config["versions"]
         except (KeyError, TypeError) as error:
             raise common.UsageError(f"{path / 'config.json'} is not a run's: {error!r}") from None
@@ -80,6 +82,15 @@ def load_runs(root):
     return {key: sorted(runs, key=lambda run: run.seed) for key, runs in sorted(groups.items())}
 
 
+def tasks(groups):
+    """{environment, and its action space where runs of both are there: (our runs, Stable-Baselines3's PPO's)}."""
+    found, keys = {}, sorted({(env_id, continuous) for env_id, _, continuous in groups})
+    for env_id, continuous in keys:
+        name = f"{env_id}, {SPACES[continuous]} actions" if (env_id, not continuous) in keys else env_id
+        found[name] = tuple(groups.get((env_id, kind, continuous), []) for kind in ("ppo", "sb3-ppo"))
+    return found
+
+
 # ---------------------------------------------------------------------------------------------
 # Estimates
 # ---------------------------------------------------------------------------------------------
@@ -96,7 +107,7 @@ def bootstrap(values, level=0.95, resamples=2000):
 def together(runs, table, field):
     """Where every run has a row and a value: (env_steps [x], values [seeds, x]). Nothing is filled in."""
     parts = [getattr(run, table) for run in runs]
-    if not all(field in part for part in parts):
+    if not runs or not all(field in part for part in parts):
         return np.array([]), np.empty((len(runs), 0))
     steps = parts[0]["env_steps"]
     for part in parts[1:]:
@@ -122,6 +133,30 @@ def draw(axis, runs, table, field, colour, label, style="-"):
         axis.plot(steps / MILLION, values.mean(axis=0), style, color=colour, lw=1.6, label=label)
         if len(values) > 1:
             axis.fill_between(steps / MILLION, *bootstrap(values), color=colour, alpha=0.2, lw=0)
+
+
+def frame(axis, runs, table, field):
+    """Limits that fit the runs' returns, with a dotted line where they count as solved; or a word that there are none.
+
+    The lowest 1 % may fall below: LunarLander's first crashes would flatten all that comes after them.
+    """
+    returns = [value for run in runs for value in getattr(run, table).get(field, []) if np.isfinite(value)]
+    if not returns:
+        axis.text(0.5, 0.5, "none", transform=axis.transAxes, ha="center")
+        return
+    low, high = np.quantile(returns, [0.01, 1], method="lower")
+    solved = runs[0].solved_return
+    if solved is not None:
+        axis.axhline(solved, color=GREY, lw=0.8, ls=":", label="solved")
+        low, high = min(low, solved), max(high, solved)
+    margin = 0.05 * (high - low) or 1
+    axis.set_ylim(low - margin, high + margin)
+
+
+def legend_below(figure, axes):
+    """One legend for all these axes, where it covers no line whatever the runs are like."""
+    named = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
 
 
 def seeds(runs):
@@ -151,7 +186,7 @@ def figure_clip():
 
 def figure_curves(ours, sb3, space):
     """All that a run logs, against environment steps."""
-    figure, axes = plt.subplots(2, 3, figsize=(10.5, 5.6), sharex=True)
+    figure, axes = plt.subplots(2, 3, figsize=(10.5, 5.8), sharex=True)
     panels = (
         ("train_return_100", "metrics", "training return\n(sampled actions, last 100 episodes)", "return"),
         ("mean_return", "evals", "deterministic evaluation\n(10 held-out starts)", "return"),
@@ -170,19 +205,15 @@ def figure_curves(ours, sb3, space):
                 ("exact_kl", "exact, after the update", GREY, "-"),
             ):
                 draw(axis, ours, "metrics", name, colour, label, style)
-            if sb3:
-                draw(axis, sb3, "metrics", "exact_kl", ORANGE, "exact, Stable-Baselines3")
-            axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
-            axis.legend(ncols=2)
+            draw(axis, sb3, "metrics", "exact_kl", ORANGE, "exact, SB3's")
+            axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
+            axis.legend(*axis.get_legend_handles_labels(), ncols=2, loc="upper center", handlelength=1.5)
             continue
-        if sb3:
-            draw(axis, sb3, table, field, ORANGE, f"Stable-Baselines3, {seeds(sb3)}")
+        draw(axis, sb3, table, field, ORANGE, f"Stable-Baselines3, {seeds(sb3)}")
         draw(axis, ours, table, field, BLUE, f"this PPO, {seeds(ours)}")
         if unit == "return":
-            lowest = min((np.nanmin(run.evals.get("mean_return", [0])) for run in ours), default=0)
-            axis.axhline(ours[0].solved_return or 0, color=GREY, lw=0.8, ls=":")
-            axis.set_ylim(bottom=max(lowest, -600))
-    axes[0, 0].legend(loc="lower right")
+            frame(axis, ours + sb3, table, field)
+    legend_below(figure, axes[0, :2])
     for axis in axes[1]:
         axis.set_xlabel("environment steps, millions")
     figure.suptitle(f"{ours[0].env_id}, {space} actions: mean over seeds with 95 % bootstrap band; each seed thin")
@@ -192,18 +223,37 @@ def figure_curves(ours, sb3, space):
 def figure_against_sb3(groups, env_id):
     """Deterministic evaluations of ours and of every Stable-Baselines3 algorithm there is."""
     present = [c for c in (False, True) if (env_id, "ppo", c) in groups]
-    figure, axes = plt.subplots(1, len(present), figsize=(4.6 * len(present) + 0.6, 3.4), squeeze=False)
+    figure, axes = plt.subplots(1, len(present), figsize=(4.6 * len(present) + 0.6, 3.7), squeeze=False)
     for axis, continuous in zip(axes[0], present, strict=True):
+        every = []
         for kind in reversed(NAMES):
-            runs = groups.get((env_id, kind, continuous))
-            if runs:
-                draw(axis, runs, "evals", "mean_return", COLOURS[kind], f"{NAMES[kind]}, {seeds(runs)}")
-        solved = groups[env_id, "ppo", continuous][0].solved_return
-        if solved is not None:
-            axis.axhline(solved, color=GREY, lw=0.8, ls=":")
-        axis.set(title=f"{SPACES[continuous]} actions", xlabel="environment steps, millions", ylim=(-600, 320))
-        axis.legend(loc="lower right")
+            runs = groups.get((env_id, kind, continuous), [])
+            draw(axis, runs, "evals", "mean_return", COLOURS[kind], f"{NAMES[kind]}, {seeds(runs)}")
+            every += runs
+        frame(axis, every, "evals", "mean_return")
+        axis.set(title=f"{env_id}, {SPACES[continuous]} actions", xlabel="environment steps, millions")
+    legend_below(figure, axes[0])
     axes[0, 0].set_ylabel("return of the deterministic policy\non 10 held-out starts")
+    return figure
+
+
+def figure_tasks(groups):
+    """Deterministic evaluations of ours and of Stable-Baselines3's PPO, a panel for each environment."""
+    found = tasks(groups)
+    columns = min(len(found), 3)
+    rows = -(-len(found) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.5 * columns, 2.7 * rows + 0.6), squeeze=False)
+    for axis, (name, (ours, sb3)) in zip(axes.flat, found.items(), strict=False):
+        draw(axis, sb3, "evals", "mean_return", COLOURS["sb3-ppo"], NAMES["sb3-ppo"], "--")
+        draw(axis, ours, "evals", "mean_return", COLOURS["ppo"], NAMES["ppo"])
+        frame(axis, ours + sb3, "evals", "mean_return")
+        axis.set(title=name, xlabel="environment steps, millions")
+    for axis in axes.flat[len(found) :]:
+        axis.remove()
+    legend_below(figure, figure.axes)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("return on 10 held-out starts")
+    figure.suptitle("Deterministic evaluations: mean over seeds with 95 % bootstrap band; each seed thin")
     return figure
 
 
@@ -211,7 +261,7 @@ def figure_stochastic(rows, env_runs):
     """Deterministic against sampled return of each of our final policies. rows: of eval_stochastic.csv."""
     by_space = {c: [row for row in rows if row["continuous"] == c] for c in (False, True)}
     present = [c for c in by_space if by_space[c]]
-    figure, axes = plt.subplots(1, len(present), figsize=(3.4 * len(present) + 0.6, 3.2), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, len(present), figsize=(3.4 * len(present) + 0.6, 3.5), squeeze=False, sharey=True)
     for axis, continuous in zip(axes[0], present, strict=True):
         for way, offset, colour, marker in (("deterministic", -0.12, BLUE, "o"), ("sampled", 0.12, ORANGE, "s")):
             x = [row["seed"] + offset for row in by_space[continuous]]
@@ -219,11 +269,12 @@ def figure_stochastic(rows, env_runs):
             error = [float(row[f"{way}_std"]) for row in by_space[continuous]]
             axis.errorbar(x, mean, error, fmt=marker, color=colour, ms=5, lw=1, capsize=2, label=way)
         if env_runs[0].solved_return is not None:
-            axis.axhline(env_runs[0].solved_return, color=GREY, lw=0.8, ls=":")
+            axis.axhline(env_runs[0].solved_return, color=GREY, lw=0.8, ls=":", label="solved")
         axis.set(title=f"{SPACES[continuous]} actions", xlabel="seed of the run")
         axis.set_xticks(sorted({row["seed"] for row in by_space[continuous]}))
-    axes[0, 0].set_ylabel("return on 50 held-out starts\n(mean and standard deviation of episodes)")
-    axes[0, 0].legend(loc="lower left")
+    starts = span([int(row["episodes"]) for row in rows], 0)
+    axes[0, 0].set_ylabel(f"return on {starts} held-out starts\n(mean and standard deviation of episodes)")
+    legend_below(figure, axes[0, :1])
     return figure
 
 
@@ -237,9 +288,10 @@ def estimator_errors(old, new, obs, fractions):
     dist_old, mixed = old(obs), copy.deepcopy(old)
     actions = old.sample(obs, torch.from_numpy(old.noise(np.random.default_rng(0), len(obs))))
     logp_old, exact, estimates = dist_old.log_prob(actions), [], []
+    states = [policy.state_dict().values() for policy in (mixed, old, new)]  # with a Normaliser's buffers
     for fraction in fractions:
-        for param, start, end in zip(mixed.parameters(), old.parameters(), new.parameters(), strict=True):
-            param.copy_(start.lerp(end, fraction))
+        for value, start, end in zip(*states, strict=True):
+            value.copy_(start.lerp(end, fraction))
         dist = mixed(obs)
         exact.append(kl_divergence(dist_old, dist).double())
         estimates.append(torch.stack(ppo.kl_estimates((dist.log_prob(actions) - logp_old).double())))
@@ -248,17 +300,28 @@ def estimator_errors(old, new, obs, fractions):
     return exact.mean(-1), error.mean(-1), estimates.std(-1), error.std(-1) / len(obs) ** 0.5
 
 
-def figure_estimators(runs_by_space):
-    """Bias and spread of k1, k2, k3 (page section 4.1), from each median run's policies at 50 and 100 % of training."""
-    figure, axes = plt.subplots(2, len(runs_by_space), figsize=(3.9 * len(runs_by_space) + 0.8, 5.4), squeeze=False)
-    for (over, under), (space, run) in zip(axes.T, runs_by_space.items(), strict=True):
-        old, config = common.load_policy(run.path / "snapshots" / "050.0.pt")
-        new, _ = common.load_policy(run.path / "snapshots" / "100.0.pt")
-        env, numpy_old = common.make_policys_env(config), common.as_numpy(old)
-        obs = [obs for seed in common.FINAL_SEEDS[:5] for obs, *_ in common.play(numpy_old, env, seed, False)]
-        env.close()
-        obs = torch.from_numpy(np.array(obs)).repeat(10, 1)
-        exact, bias, spread, error = estimator_errors(old, new, obs, torch.logspace(-2.5, 0, 16).tolist())
+def estimators_of(run):
+    """`estimator_errors` from a run's policy at 50 % of training to that at 100 %, on states of five held-out episodes.
+
+    Only where there is a KL between them; None where there is none anywhere, or no such snapshots.
+    """
+    names = ("snapshots/050.0.pt", "snapshots/100.0.pt")
+    if not all((run.path / name).exists() for name in names):
+        return None
+    (old, config), (new, _) = (load_runs_policy(run.path, name) for name in names)
+    env, numpy_old = common.make_policys_env(config), common.as_numpy(old)
+    obs = [obs for seed in common.FINAL_SEEDS[:5] for obs, *_ in common.play(numpy_old, env, seed, False)]
+    env.close()
+    obs = torch.from_numpy(np.array(obs)).repeat(10, 1)
+    found = estimator_errors(old, new, obs, torch.logspace(-2.5, 0, 16).tolist())
+    apart = found[0] > 0
+    return [values[apart] for values in found] if apart.any() else None
+
+
+def figure_estimators(errors_by_space):
+    """Bias and spread of k1, k2, k3 (page section 4.1), from `estimators_of` each median run."""
+    figure, axes = plt.subplots(2, len(errors_by_space), figsize=(3.9 * len(errors_by_space) + 0.8, 5.4), squeeze=False)
+    for (over, under), (space, (exact, bias, spread, error)) in zip(axes.T, errors_by_space.items(), strict=True):
         for k, (colour, style) in enumerate(((GREEN, "--"), (PURPLE, ":"), (BLUE, "-"))):
             relative, margin = bias[:, k] / exact, 1.96 * error[:, k] / exact
             over.plot(exact, relative, style, color=colour, lw=1.6, label=f"$k_{k + 1}$")
@@ -276,10 +339,10 @@ def figure_estimators(runs_by_space):
 
 def figure_progression(run, starts):
     """Paths of the lander from the same starts with each snapshot (page section 6.3)."""
-    paths = sorted((run.path / "snapshots").glob("*.pt"))
-    figure, axes = plt.subplots(1, len(paths), figsize=(2 * len(paths), 3.3), sharex=True, sharey=True)
-    for axis, path in zip(axes, paths, strict=True):
-        actor, config = common.load_policy(path)
+    snapshots = load_snapshots(run.path)
+    size = (2 * len(snapshots), 3.3)
+    figure, ((*axes,),) = plt.subplots(1, len(snapshots), figsize=size, sharex=True, sharey=True, squeeze=False)
+    for axis, (percentage, (actor, config)) in zip(axes, snapshots.items(), strict=True):
         numpy_actor, env = common.as_numpy(actor), common.make_policys_env(config)
         episodes = []
         for seed in starts:
@@ -289,7 +352,7 @@ def figure_progression(run, starts):
             axis.plot(*flown.T, color=BLUE if landed else ORANGE, lw=0.7, alpha=0.8, ls="-" if landed else "--")
         env.close()
         found = common.summarise({k: np.array([e[k] for e in episodes]) for k in common.EPISODE_FIELDS}, config)
-        axis.set(xlim=(-1.1, 1.1), ylim=(-0.1, 1.7), xlabel="sideways", title=f"{float(path.stem):g} % of training")
+        axis.set(xlim=(-1.1, 1.1), ylim=(-0.1, 1.7), xlabel="sideways", title=f"{percentage:g} % of training")
         axis.text(
             0.5, -0.3, f"return {found['mean_return']:.0f}, landed {found['landed']:.0%}\n"
             f"fuel {found['mean_fuel']:.0f}, {found['mean_length']:.0f} steps",
@@ -343,17 +406,18 @@ def span(values, digits):
     values = [value for value in values if value is not None and value == value]
     if not values:
         return ""
-    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    low, high = f"{min(values):,.{digits}f}", f"{max(values):,.{digits}f}"
     return low if low == high else f"{low} to {high}"
 
 
 def percent(shares):
     """Mean of shares, as on the page: 99.6 %, 100 %."""
+    shares = [share for share in shares if share is not None]
     return f"{100 * np.mean(shares):.1f} %".replace(".0 %", " %") if shares else ""
 
 
 def results_table(groups, env_id, stochastic):
-    """The Markdown table's lines: page, ours, Stable-Baselines3. stochastic: from `read_stochastic`."""
+    """The Markdown table's lines: page (where it is the page's task), ours, SB3's. stochastic: of `read_stochastic`."""
 
     def column(kind, continuous):
         runs = [run for run in groups.get((env_id, kind, continuous), []) if run.result]
@@ -391,11 +455,12 @@ def results_table(groups, env_id, stochastic):
             "seeds": str(len(runs)) if runs else "",
         }
 
+    solved = next(runs[0].solved_return for key, runs in groups.items() if key[0] == env_id)
     rows = {
         "final": "final policy, return on 50 held-out episodes",
-        "solved": "of these episodes solved (return at least 200)",
+        "solved": solved is not None and f"of these episodes solved (return at least {solved:g})",
         "best": "best checkpoint, the same 50 episodes",
-        "first": "environment steps to the first evaluation of at least 200",
+        "first": solved is not None and f"environment steps to the first evaluation of at least {solved:g}",
         "kl": "approximate KL k3: medians; largest",
         "clip": "clip fraction: medians; largest",
         "ev": "explained variance at the end",
@@ -411,23 +476,51 @@ def results_table(groups, env_id, stochastic):
         ours, sb3 = column("ppo", continuous), column("sb3-ppo", continuous)
         if not ours["seeds"]:
             continue
-        yield f"| {SPACES[continuous]} actions | page | this PPO | Stable-Baselines3 |"
-        yield "|---|---|---|---|"
+        paged = env_id == "LunarLander-v3"
+        yield f"| {SPACES[continuous]} actions |{' page |' * paged} this PPO | Stable-Baselines3 |"
+        yield "|---|---|---|" + "---|" * paged
         page = {key: values[continuous] for key, values in PAGE.items()} | {"seeds": "5"}
         for key, title in rows.items():
             theirs = sb3[key]
-            if key == "final" and not continuous and theirs:
+            if paged and key == "final" and not continuous and theirs:
                 theirs += f" (page: {PAGE_SB3})"
-            yield f"| {title} | {page[key]} | {ours[key]} | {theirs} |"
+            if title:
+                yield f"| {title} |{f' {page[key]} |' * paged} {ours[key]} | {theirs} |"
         for kind in ("sb3-a2c", "sb3-trpo"):
             other = column(kind, continuous)
             if other["seeds"]:
                 plural = "s" * (other["seeds"] != "1")
-                yield f"| {NAMES[kind]}, final policy; {other['seeds']} seed{plural} | | | {other['final']} |"
+                title = f"{NAMES[kind]}, final policy; {other['seeds']} seed{plural}"
+                yield f"| {title} |{' |' * paged} | {other['final']} |"
         yield ""
+
+
+def tasks_table(groups, stochastic):
+    """The Markdown table's lines, a row for each environment: ours, Stable-Baselines3. stochastic: as above."""
+    counts, rows = [], []
+    for name, pair in tasks(groups).items():
+        finished, returns = [[run for run in runs if run.result] for runs in pair], ([], [])
+        for runs, means in zip(finished, returns, strict=True):
+            for run in runs:
+                row, final = stochastic.get(run.path.resolve()), run.result["final"]
+                means.append(float(row["deterministic_mean"]) if row else final["mean_return"])
+                counts.append(int(row["episodes"]) if row else len(final["returns"]))
+        steps = span([run.result["env_steps"] for runs in finished for run in runs], 0)
+        minutes = [summary([run.result["wall_clock_s"] / 60 for run in runs], 1, False) for runs in finished]
+        number = span([len(runs) for runs in finished if runs], 0)
+        rows.append([name, steps, *map(summary, returns), "; ".join(minutes), number])
+    title = f"final policy, return on {span(counts, 0)} held-out episodes"
+    yield f"| {title} | steps | this PPO | Stable-Baselines3 | minutes: ours; SB3's | seeds |"
+    yield "|---|---|---|---|---|---|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
+
+
+def footnote(groups):
+    """What the tables' signs mean, and where the runs were made."""
     versions = [run.versions for runs in groups.values() for run in runs]
     machines = sorted({f"{v.get('cpu', 'unknown')}, {v.get('cores', '?')} cores" for v in versions})
-    yield (
+    return (
         '± is the standard deviation over seeds, [ ] the 95 % bootstrap interval of their mean, "to" spans the seeds. '
         f"Minutes with two runs side by side. Machine: {'; '.join(machines)}."
     )
@@ -464,19 +557,21 @@ def figures(groups, env_id, stochastic):
     for continuous, runs in ours.items():
         sb3 = groups.get((env_id, "sb3-ppo", continuous), [])
         yield f"curves-{SPACES[continuous]}", figure_curves(runs, sb3, SPACES[continuous])
-    yield "ours-and-sb3", figure_against_sb3(groups, env_id)
+    every = [run for runs in ours.values() for run in runs]
+    yield "ours-and-sb3", figure_against_sb3(groups, env_id) if any(run.evals for run in every) else "no evaluations"
     rows = []
     for continuous, runs in ours.items():
         played = [run for run in runs if run.path.resolve() in stochastic]
         rows += [stochastic[run.path.resolve()] | {"seed": run.seed, "continuous": continuous} for run in played]
-    every = [run for runs in ours.values() for run in runs]
     yield "deterministic-and-sampled", figure_stochastic(rows, every) if rows else "run eval_stochastic.py first"
     medians = {SPACES[c]: median_run(runs) for c, runs in ours.items()}
     medians = {space: run for space, run in medians.items() if run}
-    yield "kl-estimators", figure_estimators(medians) if medians else "no run has finished"
+    errors = {space: found for space, run in medians.items() if (found := estimators_of(run))}
+    yield "kl-estimators", figure_estimators(errors) if errors else "no finished run's policies at 50 and 100 % differ"
     for space, run in medians.items():
         if env_id.startswith("LunarLander"):
-            yield f"progression-{space}", figure_progression(run, common.FINAL_SEEDS[:20])
+            there = any((run.path / "snapshots").glob("*.pt"))
+            yield f"progression-{space}", figure_progression(run, common.FINAL_SEEDS[:20]) if there else "no snapshots"
 
 
 def parse_args(argv=None):
@@ -484,7 +579,7 @@ def parse_args(argv=None):
     parser.add_argument("folder", type=Path, help="a folder with runs below it, or one run")
     parser.add_argument("--table", action="store_true", help="print the results table as Markdown instead")
     parser.add_argument(
-        "--env-id", default=None, metavar="STR", help="whose runs [LunarLander-v3, or the first there is]"
+        "--env-id", default=None, metavar="STR", help="whose runs [where there are several: all, side by side]"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="FOLDER", help="where figures go [figures]"
@@ -495,16 +590,17 @@ def parse_args(argv=None):
 def plot(args):
     torch.set_num_threads(1)
     groups = load_runs(args.folder)
-    env_ids = [env_id for env_id, _, _ in groups]
-    env_id = args.env_id or ("LunarLander-v3" if "LunarLander-v3" in env_ids else env_ids[0])
+    env_ids = {env_id for env_id, _, _ in groups}
+    env_id = args.env_id or min(env_ids)
     if env_id not in env_ids:
         raise common.UsageError(f"there is no run of {env_id} at or below {args.folder}")
-    stochastic = read_stochastic(args.folder)
+    stochastic, several = read_stochastic(args.folder), not args.env_id and len(env_ids) > 1
     if args.table:
-        print("\n".join(results_table(groups, env_id, stochastic)))
+        lines = tasks_table(groups, stochastic) if several else results_table(groups, env_id, stochastic)
+        print("\n".join([*lines, footnote(groups)]))
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures(groups, env_id, stochastic):
+    for name, figure in [("tasks", figure_tasks(groups))] if several else figures(groups, env_id, stochastic):
         if isinstance(figure, str):
             print(f"{name}: {figure}")
             continue

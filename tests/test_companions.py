@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,100 @@ def test_no_point_is_invented(runs):
     steps, values = plot.together(discrete, "metrics", "approx_kl")
     assert steps.tolist() == [256] and values.shape == (3, 1)
     assert plot.together(discrete, "metrics", "action_std")[1].size == 0  # empty cells
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*WARN")  # but for gymnasium's own
+@pytest.mark.parametrize(
+    ("env_id", "flags", "space", "missing"),
+    [
+        ("Pendulum-v1", "--norm-obs", "continuous", {}),
+        ("tests.envs:Any-v0", "--env-kwargs action=multidiscrete", "discrete", {}),
+        ("tests.envs:Walk-v0", "--eval-every 0", "discrete", {"ours-and-sb3": "no evaluations"}),
+        (  # no training episode ends, and no policy moves
+            *("tests.envs:Any-v0", "--env-kwargs limit=200 --learning-rate 1e-30", "discrete"),
+            {"kl-estimators": "no finished run's policies at 50 and 100 % differ"},
+        ),
+    ],
+)
+def test_figures_and_table_of_any_environment(tmp_path, capsys, env_id, flags, space, missing):
+    run = ppo.train(ppo.parse_args([*TINY, "--env-id", env_id, *flags.split(), "--runs-dir", str(tmp_path)]))
+    capsys.readouterr()
+    assert plot.main([str(tmp_path), "--out", str(tmp_path / "figures")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    missing = missing | {"deterministic-and-sampled": "run eval_stochastic.py first"}
+    assert {line for line in printed if not line.endswith(".png")} == {f"{k}: {why}" for k, why in missing.items()}
+    drawn = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {"clip", f"curves-{space}", "ours-and-sb3", "kl-estimators"} - missing.keys()
+    assert plot.main([str(tmp_path), "--table"]) == 0
+    table = capsys.readouterr().out
+    assert f"| {space} actions | this PPO | Stable-Baselines3 |" in table
+    assert "solved" not in table and "page" not in table and "at least" not in table
+    shutil.rmtree(run / "snapshots")
+    assert plot.main([str(tmp_path), "--out", str(tmp_path / "figures")]) == 0
+    assert "kl-estimators: no finished run's" in capsys.readouterr().out
+
+
+def test_an_observations_statistics_move_with_the_policy():
+    """On the way from old to new, what --norm-obs keeps goes too; at its end the KL is that to new."""
+    torch.manual_seed(0)
+    old, new = (common.GaussianActor(3, 2, norm_obs=True) for _ in range(2))
+    for actor, scale in ((old, 1), (new, 3)):
+        torch.nn.init.orthogonal_(actor.net.layers[-1].weight)
+        actor.net.norm.update(scale * torch.randn(100, 3) + scale)
+    before, obs = copy.deepcopy(old.state_dict()), torch.randn(50, 3)
+    exact, *_ = plot.estimator_errors(old, new, obs, [0.0, 1.0])
+    with torch.no_grad():
+        expected = torch.distributions.kl_divergence(old(obs), new(obs)).mean()
+    assert exact.tolist() == pytest.approx([0, expected.item()], abs=1e-6) and expected > 1e-4
+    assert all((old.state_dict()[name] == value).all() for name, value in before.items())
+
+
+@pytest.fixture(scope="module")
+def two_tasks(tmp_path_factory):
+    """The runs of two environments, without policies."""
+    root = tmp_path_factory.mktemp("tasks")
+    for env_id in ("CartPole-v1", "Pendulum-v1"):
+        for run in (ROOT / "runs" / "tasks").glob(f"*ppo_{env_id}_s*"):
+            shutil.copytree(run, root / run.name, ignore=shutil.ignore_patterns("*.pt"))
+    return root
+
+
+def test_several_environments_are_one_figure(two_tasks, tmp_path, capsys):
+    assert plot.main([str(two_tasks), "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.png"]
+    groups = plot.load_runs(two_tasks)
+    cartpole, pendulum = plot.figure_tasks(groups).axes
+    returns = np.concatenate([run.evals["mean_return"] for run in groups["Pendulum-v1", "ppo", True]])
+    low, high = pendulum.get_ylim()
+    assert low < returns.min() < low + 0.1 * (high - low) and high - 0.1 * (high - low) < returns.max() < high
+    lines = [{line.get_label() for line in axis.lines} for axis in (cartpole, pendulum)]
+    assert "solved" in lines[0] - lines[1] and {"this PPO", "Stable-Baselines3"} <= lines[0] & lines[1]
+    plot.main([str(two_tasks), "--env-id", "CartPole-v1", "--table"])
+    assert "solved (return at least 475)" in capsys.readouterr().out
+
+
+def test_several_environments_are_a_row_each(two_tasks, tmp_path, capsys):
+    def rows(root):
+        assert plot.main([str(root), "--table"]) == 0
+        return [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+
+    head, _, cartpole, pendulum = rows(two_tasks)
+    assert head[0].endswith("50 held-out episodes") and (cartpole[0], pendulum[0]) == ("CartPole-v1", "Pendulum-v1")
+    results = [common.read_json(two_tasks / f"ppo_Pendulum-v1_s{seed}" / "result.json") for seed in range(3)]
+    returns = [result["final"]["mean_return"] for result in results]
+    assert pendulum[2].startswith(f"{np.mean(returns):.1f} ± {np.std(returns, ddof=1):.1f} [")
+    assert (pendulum[1], pendulum[5]) == ("102,400", "3")
+
+    shutil.copytree(two_tasks, tmp_path / "tasks")
+    names = sorted(run.name for run in two_tasks.iterdir())
+    text = common.csv_text(
+        ("run", "episodes", "deterministic_mean"),
+        [{"run": name, "episodes": 100, "deterministic_mean": len(name)} for name in names],
+    )
+    (tmp_path / "tasks" / eval_stochastic.CSV_NAME).write_text(text)
+    head, _, cartpole, pendulum = rows(tmp_path)
+    assert head[0].endswith("return on 100 held-out episodes")
+    assert cartpole[2:4] == pendulum[2:4] == ["18.0 ± 0.0 [18.0, 18.0]", "22.0 ± 0.0 [22.0, 22.0]"]
 
 
 @pytest.mark.parametrize("progression", [False, True])
