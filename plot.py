@@ -1,12 +1,13 @@
 """Every figure, and the results table, from run folders alone.
 
-    python plot.py runs/reference                # figures/*.png
+    python plot.py runs/                         # figures/<folder of the runs>/*.png
     python plot.py runs/reference --table        # the results table as Markdown, beside the page's numbers
-    python plot.py runs/tasks [--table]          # several environments: figures/tasks.png; a row each in the table
-    python plot.py runs/tasks --env-id Hopper-v5 --out figures/hopper    # one of them as if it were alone
+    python plot.py runs/tasks --env-id Hopper-v5
 
-Runs are told apart by their config.json: ours, Stable-Baselines3's (sb3_reference.py), each action space. A figure
-whose runs are not there is left out, and said to be.
+Runs that stand in one folder belong together, and are told apart by their config.json: ours, Stable-Baselines3's
+(sb3_reference.py), each action space. Where they differ in more than the seed, as in runs/sigma, the settings are
+compared; where they are of several environments, as in runs/tasks, the environments. A figure whose runs are not there
+is left out, and said to be.
 """
 
 import argparse
@@ -51,10 +52,11 @@ class LoadedRun:
         self.path = path
         config = common.read_json(path / "config.json")
         try:
-            args = config["args"]
+            self.args = args = config["args"]
             self.seed, self.kind = args["seed"], f"sb3-{args['algo']}" if "algo" in args else "ppo"
             self.env_id, self.continuous = args["env_id"], config["policy"]["actor"] == "gaussian"
             self.solved_return, self.versions = config["policy"]["solved_return"], config["versions"]
+            self.config = common.SINCE_ADDED | config["policy"]
         except (KeyError, TypeError) as error:
             raise common.UsageError(f"{path / 'config.json'} is not a run's: {error!r}") from None
         self.metrics, self.evals = columns(path / "metrics.csv"), columns(path / "evals.csv")
@@ -71,15 +73,65 @@ def columns(path):
         raise common.UsageError(f"{path} cannot be read: {error}") from None
 
 
-def load_runs(root):
-    """{(env_id, kind, continuous): runs by seed} of all runs at or below root."""
-    groups = defaultdict(list)
+def load_runs(root, env_id=None):
+    """{folder: {(env_id, kind, continuous): runs by seed}} of all runs at or below root, or of one environment's."""
+    folders = defaultdict(lambda: defaultdict(list))
     for path in common.find_runs(root):
         run = LoadedRun(path)
-        groups[run.env_id, run.kind, run.continuous].append(run)
-    if not groups:
-        raise common.UsageError(f"there is no run at or below {root}")
-    return {key: sorted(runs, key=lambda run: run.seed) for key, runs in sorted(groups.items())}
+        if env_id in (None, run.env_id):
+            folders[path.resolve().parent][run.env_id, run.kind, run.continuous].append(run)
+    if not folders:
+        raise common.UsageError(f"there is no run{f' of {env_id}' if env_id else ''} at or below {root}")
+    return {
+        folder: {key: sorted(runs, key=lambda run: run.seed) for key, runs in sorted(groups.items())}
+        for folder, groups in folders.items()
+    }
+
+
+NO_SETTING = ("seed", "algo", "eval_every", "compile", *common.MACHINE_ARGS)  # arguments that make no other setting
+ONLY_WITH = {"kl_beta": "kl-fixed", "kl_target": "kl-adaptive"}  # the objective that an argument tells apart
+
+
+def settings(runs):
+    """{flags in which they differ from the others and from the defaults: runs}; "default" where there are none."""
+    defaults, labels = vars(ppo.parse_args([])), defaultdict(list)
+
+    def value(run, name):
+        return run.args.get(name, defaults[name])
+
+    names = [name for name in defaults if name not in NO_SETTING]
+    varying = {name for name in names if len({repr(value(run, name)) for run in runs}) > 1}
+    for run in runs:
+        words = []
+        for name in names:
+            if name in ONLY_WITH:
+                shown = "objective" in varying and value(run, "objective") == ONLY_WITH[name]
+            else:
+                shown = name in varying and value(run, name) != defaults[name]
+            if shown:
+                words.append(flag(name, value(run, name)))
+        labels[" ".join(words) or "default"].append(run)
+    return dict(sorted(labels.items(), key=lambda item: (item[0] != "default", natural(item[0]))))
+
+
+def flag(name, value):
+    """An argument as on the command line: --norm-obs, --no-norm-adv, --clip-eps 0.1."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{name}"
+    words = value if isinstance(value, list) else [value]
+    return " ".join([f"--{name}", *(f"{word:g}" if isinstance(word, (int, float)) else str(word) for word in words)])
+
+
+def natural(text):
+    """A key that sorts numbers in a text by their size."""
+    return [(1, word, 0) if not word.replace(".", "", 1).isdigit() else (0, "", float(word)) for word in text.split()]
+
+
+def studies(groups):
+    """{(env_id, continuous): our runs by setting} where those of any environment differ; else {}."""
+    found = {(env_id, c): settings(runs) for (env_id, kind, c), runs in groups.items() if kind == "ppo"}
+    return found if any(len(by_setting) > 1 for by_setting in found.values()) else {}
 
 
 def tasks(groups):
@@ -255,6 +307,62 @@ def figure_tasks(groups):
         axis.set_ylabel("return on 10 held-out starts")
     figure.suptitle("Deterministic evaluations: mean over seeds with 95 % bootstrap band; each seed thin")
     return figure
+
+
+def figure_settings(by_setting, stochastic, title):
+    """What each setting comes to: its seeds, their mean and 95 % bootstrap interval; grey: that of the first."""
+    found = {label: measures(runs, stochastic) for label, runs in by_setting.items()}
+    panels = (
+        (("deterministic", "sampled"), "return"),
+        (("exact_kl",), "exact KL of an update, nats\n(median)"),
+        (("clip_frac",), "clip fraction\n(median)"),
+        (("explained_variance",), "explained variance\n(last tenth)"),
+        (("entropy",), "entropy, nats\n(at the end)"),
+    )
+    size = (11.5, 0.36 * len(found) + 1.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, width_ratios=(2, 1, 1, 1, 1))
+    for axis, (names, xlabel) in zip(axes, panels, strict=True):
+        axis.set(xlabel=xlabel)
+        for name, colour, marker, offset in zip(names, (BLUE, ORANGE), "os", (-0.12, 0.12), strict=False):
+            for row, values in enumerate(measured[name] for measured in found.values()):
+                if not values:
+                    continue
+                low, high = bootstrap(values) if len(values) > 1 else (values[0], values[0])
+                if row == 0:
+                    axis.axvspan(low, high, color=colour if len(names) > 1 else GREY, alpha=0.15, lw=0)
+                y = row + (offset if len(names) > 1 else 0)
+                axis.plot([low, high], [y, y], color=colour, lw=2)
+                axis.plot(values, [y] * len(values), marker, color=colour, ms=3, alpha=0.4, mew=0)
+                axis.plot(np.mean(values), y, marker, color=colour, ms=6, label=f"{name} actions" if row == 0 else None)
+    kl = [x for measured in found.values() for x in measured["exact_kl"] if x > 0]
+    if kl and max(kl) > 10 * min(kl):
+        axes[1].set_xscale("log")
+    axes[0].set_yticks(range(len(found)), found, family="monospace", fontsize=8)
+    axes[0].invert_yaxis()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(title)
+    return figure
+
+
+def measures(runs, stochastic):
+    """A setting's figures, {name: values of its finished runs}. stochastic: from `read_stochastic`.
+
+    "sampled" is on held-out starts where eval_stochastic.py has played them all, else over the last 100 episodes of
+    training, as the paper takes it.
+    """
+    runs = [run for run in runs if run.result]
+    rows = [stochastic[run.path.resolve()] for run in runs if run.path.resolve() in stochastic]
+    summaries = [run.result["diagnostics"] for run in runs]
+    found = {
+        "deterministic": [run.result["final"]["mean_return"] for run in runs],
+        "training": [s["train_return_last"] for s in summaries],
+        "exact_kl": [float(np.nanmedian(run.metrics["exact_kl"])) for run in runs],
+        "clip_frac": [s["clip_frac_median"] for s in summaries],
+        "explained_variance": [s["explained_variance_end"] for s in summaries],
+        "entropy": [s["entropy_last"] for s in summaries],
+    }
+    found["sampled"] = [float(row["sampled_mean"]) for row in rows] if len(rows) == len(runs) else found["training"]
+    return {name: [x for x in values if x is not None and x == x] for name, values in found.items()}
 
 
 def figure_stochastic(rows, env_runs):
@@ -516,6 +624,50 @@ def tasks_table(groups, stochastic):
     yield ""
 
 
+PAPERS = {  # Schulman et al. 2017, table 1: mean normalised score over seven MuJoCo tasks
+    "--objective none": -0.39,
+    **{"--clip-eps 0.1": 0.76, "default": 0.82, "--clip-eps 0.3": 0.70},
+    **{f"--objective kl-adaptive --kl-target {t}": x for t, x in ((0.003, 0.68), (0.01, 0.74), (0.03, 0.71))},
+    **{f"--objective kl-fixed --kl-beta {b}": x for b, x in ((0.3, 0.62), (1, 0.71), (3, 0.72), (10, 0.69))},
+}
+
+
+def random_return(config):
+    """Mean return of uniformly random actions on the final seeds."""
+    env, total = common.make_policys_env(config), 0.0
+    for seed in common.FINAL_SEEDS:
+        env.reset(seed=seed)
+        env.action_space.seed(seed)
+        ended = False
+        while not ended:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total, ended = total + float(reward), terminated or truncated
+    env.close()
+    return total / len(common.FINAL_SEEDS)
+
+
+def settings_table(by_setting, stochastic, title):
+    """The Markdown table's lines, a row for each setting; beside the paper's scores where they are all of its table."""
+    found = {label: measures(runs, stochastic) for label, runs in by_setting.items()}
+    papers = set(found) <= PAPERS.keys()
+    head = [title, *("paper", "score") * papers, "final policy", "sampled actions"]
+    digits = {"exact_kl": 4, "clip_frac": 3, "explained_variance": 2, "entropy": 2}
+    yield f"| {' | '.join([*head, 'exact KL', 'clip fraction', 'explained variance', 'entropy, nats', 'seeds'])} |"
+    yield "|" + "---|" * (len(head) + 5)
+    if papers:
+        zero = random_return(next(iter(by_setting.values()))[0].config)
+        best = max(np.mean(measured["training"]) for measured in found.values() if measured["training"])
+    for label, measured in found.items():
+        cells = [f"`{label}`" if label != "default" else label]
+        if papers:
+            scores = (np.array(measured["training"]) - zero) / (best - zero)
+            cells += [f"{PAPERS[label]:.2f}", summary(scores, 2)]
+        cells += [summary(measured["deterministic"]), summary(measured["sampled"])]
+        cells += [span(measured[name], n) for name, n in digits.items()]
+        yield f"| {' | '.join(cells)} | {len(measured['deterministic'])} |"
+    yield ""
+
+
 def footnote(groups):
     """What the tables' signs mean, and where the runs were made."""
     versions = [run.versions for runs in groups.values() for run in runs]
@@ -578,38 +730,61 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(prog="plot.py", description="Draw every figure from the runs below a folder.")
     parser.add_argument("folder", type=Path, help="a folder with runs below it, or one run")
     parser.add_argument("--table", action="store_true", help="print the results table as Markdown instead")
+    parser.add_argument("--env-id", default=None, metavar="STR", help="whose runs [all]")
     parser.add_argument(
-        "--env-id", default=None, metavar="STR", help="whose runs [where there are several: all, side by side]"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("figures"), metavar="FOLDER", help="where figures go [figures]"
+        "--out",
+        type=Path,
+        default=Path("figures"),
+        metavar="FOLDER",
+        help="where figures go, in a folder named like the runs' own [figures]",
     )
     return parser.parse_args(argv)
 
 
+def tables(groups, stochastic):
+    """The lines of the table that these runs call for."""
+    env_ids, compared = {env_id for env_id, *_ in groups}, studies(groups)
+    for (env_id, continuous), by_setting in compared.items():
+        yield from settings_table(by_setting, stochastic, f"{env_id}, {SPACES[continuous]} actions")
+    if not compared:
+        several = len(env_ids) > 1
+        yield from tasks_table(groups, stochastic) if several else results_table(groups, *env_ids, stochastic)
+    yield footnote(groups)
+
+
+def all_figures(groups, stochastic):
+    """Yields (name, figure, or why there is none): those that these runs call for."""
+    env_ids, compared = {env_id for env_id, *_ in groups}, studies(groups)
+    for (env_id, continuous), by_setting in compared.items():
+        title = f"{env_id}, {SPACES[continuous]} actions"
+        name = "settings" + f"-{env_id}" * (len(env_ids) > 1) + f"-{SPACES[continuous]}"
+        yield name, figure_settings(by_setting, stochastic, title)
+    if not compared:
+        if len(env_ids) > 1:
+            yield "tasks", figure_tasks(groups)
+        else:
+            yield from figures(groups, *env_ids, stochastic)
+
+
 def plot(args):
     torch.set_num_threads(1)
-    groups = load_runs(args.folder)
-    env_ids = {env_id for env_id, _, _ in groups}
-    env_id = args.env_id or min(env_ids)
-    if env_id not in env_ids:
-        raise common.UsageError(f"there is no run of {env_id} at or below {args.folder}")
-    stochastic, several = read_stochastic(args.folder), not args.env_id and len(env_ids) > 1
-    if args.table:
-        lines = tasks_table(groups, stochastic) if several else results_table(groups, env_id, stochastic)
-        print("\n".join([*lines, footnote(groups)]))
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, figure in [("tasks", figure_tasks(groups))] if several else figures(groups, env_id, stochastic):
-        if isinstance(figure, str):
-            print(f"{name}: {figure}")
+    stochastic = read_stochastic(args.folder)
+    for folder, groups in load_runs(args.folder, args.env_id).items():
+        if args.table:
+            print("\n".join(tables(groups, stochastic)))
             continue
-        path = args.out / f"{name}.png"
-        temporary = path.with_name(f".{path.name}")
-        figure.savefig(temporary, metadata={"Software": None})
-        temporary.replace(path)
-        plt.close(figure)
-        print(path)
+        out = args.out / folder.name
+        out.mkdir(parents=True, exist_ok=True)
+        for name, figure in all_figures(groups, stochastic):
+            if isinstance(figure, str):
+                print(f"{name}: {figure}")
+                continue
+            path = out / f"{name}.png"
+            temporary = path.with_name(f".{path.name}")
+            figure.savefig(temporary, metadata={"Software": None})
+            temporary.replace(path)
+            plt.close(figure)
+            print(path)
 
 
 def main(argv=None):

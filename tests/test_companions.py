@@ -1,12 +1,14 @@
 """The scripts around ppo.py: evaluation both ways, the reference, figures, table and films."""
 
+import contextlib
 import copy
 import hashlib
+import io
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio.v2 as imageio
 import numpy as np
@@ -26,10 +28,15 @@ TINY = ["--num-envs", "4", "--num-steps", "64", "--minibatch-size", "64", "--upd
 TINY += ["--eval-every", "256", "--total-timesteps", "512"]
 
 
-def script(*argv):
-    return subprocess.run(
-        [sys.executable, *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+def script(name, *argv):
+    """A script's command line in this process, which has imported it already."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = sys.modules[name.removesuffix(".py")].main([str(word) for word in argv])
+        except SystemExit as stop:
+            code = stop.code
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def fingerprint(folder):
@@ -185,12 +192,13 @@ def test_figures_and_table_from_run_folders(runs, tmp_path):
     before = fingerprint(runs)
     result = script("plot.py", runs, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
-    names = {path.name for path in tmp_path.iterdir()}
+    assert {path.parent for path in tmp_path.rglob("*.png")} == {tmp_path / runs.name}
+    names = {path.name for path in tmp_path.rglob("*.png")}
     assert names == {
         "clip.png", "curves-discrete.png", "curves-continuous.png", "ours-and-sb3.png", "kl-estimators.png",
         "deterministic-and-sampled.png", "progression-discrete.png", "progression-continuous.png",
     }  # fmt: skip
-    for path in tmp_path.iterdir():
+    for path in tmp_path.rglob("*.png"):
         assert np.ptp(imageio.imread(path)[..., :3]) > 100
     table = script("plot.py", runs, "--table")
     assert table.returncode == 0 and "| discrete actions | page | this PPO | Stable-Baselines3 |" in table.stdout
@@ -199,7 +207,7 @@ def test_figures_and_table_from_run_folders(runs, tmp_path):
 
 def test_no_point_is_invented(runs):
     """Means stand only where every run has a row, and a row cut short is not one."""
-    groups = plot.load_runs(runs)
+    (groups,) = plot.load_runs(runs).values()
     discrete = groups["LunarLander-v3", "ppo", False]
     assert [run.seed for run in discrete] == [0, 1, 2]
     assert [len(run.metrics["env_steps"]) for run in discrete] == [2, 2, 1]
@@ -228,7 +236,7 @@ def test_figures_and_table_of_any_environment(tmp_path, capsys, env_id, flags, s
     printed = capsys.readouterr().out.splitlines()
     missing = missing | {"deterministic-and-sampled": "run eval_stochastic.py first"}
     assert {line for line in printed if not line.endswith(".png")} == {f"{k}: {why}" for k, why in missing.items()}
-    drawn = {path.stem for path in (tmp_path / "figures").iterdir()}
+    drawn = {path.stem for path in (tmp_path / "figures" / tmp_path.name).iterdir()}
     assert drawn == {"clip", f"curves-{space}", "ours-and-sb3", "kl-estimators"} - missing.keys()
     assert plot.main([str(tmp_path), "--table"]) == 0
     table = capsys.readouterr().out
@@ -266,8 +274,8 @@ def two_tasks(tmp_path_factory):
 
 def test_several_environments_are_one_figure(two_tasks, tmp_path, capsys):
     assert plot.main([str(two_tasks), "--out", str(tmp_path)]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["tasks.png"]
-    groups = plot.load_runs(two_tasks)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")] == [f"{two_tasks.name}/tasks.png"]
+    (groups,) = plot.load_runs(two_tasks).values()
     cartpole, pendulum = plot.figure_tasks(groups).axes
     returns = np.concatenate([run.evals["mean_return"] for run in groups["Pendulum-v1", "ppo", True]])
     low, high = pendulum.get_ylim()
@@ -300,6 +308,30 @@ def test_several_environments_are_a_row_each(two_tasks, tmp_path, capsys):
     head, _, cartpole, pendulum = rows(tmp_path)
     assert head[0].endswith("return on 100 held-out episodes")
     assert cartpole[2:4] == pendulum[2:4] == ["18.0 ± 0.0 [18.0, 18.0]", "22.0 ± 0.0 [22.0, 22.0]"]
+
+
+def test_settings_are_compared(tmp_path, capsys):
+    """Runs in one folder that differ in more than the seed: a row each, named by the flags that differ."""
+    settings = ([], ["--clip-eps", "0.1"], ["--objective", "kl-fixed", "--kl-beta", "10"], ["--objective", "none"])
+    for i, flags in enumerate(settings):
+        for seed in (0, 1):
+            argv = ["--env-id", "CartPole-v1", "--seed", str(seed), "--run-name", f"r{i}{seed}", *flags]
+            ppo.train(ppo.parse_args([*TINY, "--runs-dir", str(tmp_path), *argv]))
+    capsys.readouterr()
+    assert plot.main([str(tmp_path), "--table"]) == 0
+    head, _, *rows = [
+        line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")
+    ]
+    assert [row[0].strip("`") for row in rows] == [" ".join(flags) or "default" for flags in settings]
+    assert [float(row[1]) for row in rows] == [0.82, 0.76, 0.69, -0.39]  # the paper's
+    assert (
+        head[2] == "score" and 1.0 in {float(row[2].split()[0]) for row in rows} and {row[-1] for row in rows} == {"2"}
+    )
+    config = common.read_json(tmp_path / "r00" / "config.json")["policy"]
+    returns = [common.read_json(tmp_path / f"r0{seed}" / "result.json")["final"]["mean_return"] for seed in (0, 1)]
+    assert rows[0][3].startswith(f"{np.mean(returns):.1f} ± ") and 10 < plot.random_return(config) < 40
+    assert plot.main([str(tmp_path), "--out", str(tmp_path / "figures")]) == 0
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["settings-discrete.png"]
 
 
 @pytest.mark.parametrize("progression", [False, True])
