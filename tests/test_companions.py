@@ -5,6 +5,7 @@ import copy
 import hashlib
 import io
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -380,7 +381,13 @@ def test_failures_are_filmed_first():
     assert record.choose(episodes, None, 2) == [3, 1]
 
 
-def test_the_readme_shows_the_table_of_the_reference_runs():
-    shown = (ROOT / "README.md").read_text().partition("<!-- results -->\n")[2].partition("<!-- /results -->")[0]
-    printed = script("plot.py", "runs/reference", "--table")
+@pytest.mark.parametrize(("folder", "marker"), [("reference", "results"), ("tasks", "tasks")])
+def test_the_readme_shows_the_table_of_the_runs(folder, marker):
+    shown = (ROOT / "README.md").read_text().partition(f"<!-- {marker} -->\n")[2].partition(f"<!-- /{marker} -->")[0]
+    printed = script("plot.py", ROOT / "runs" / folder, "--table")
     assert printed.returncode == 0 and shown.strip() == printed.stdout.strip()
+
+
+def test_the_readmes_pictures_are_there():
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "README.md").read_text())
+    assert pictures and all((ROOT / picture).exists() for picture in pictures)
