@@ -9,6 +9,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import io
 import itertools
@@ -974,6 +975,14 @@ SINCE_ADDED = {
 }  # what older policy files do not say
 
 
+def check_module(env_id, path):
+    """Raise UsageError where an environment's module, as in "module:Id-v0", would be code that came with the file."""
+    package = env_id.rpartition(":")[0].partition(".")[0]
+    found = importlib.util.find_spec(package) if package else None
+    if found and any(Path(path).resolve().is_relative_to(p) for p in found.submodule_search_locations or ()):
+        raise UsageError(f"{path}: {env_id} is code from beside the file, and is not run")
+
+
 def load_policy(path):
     """Read best.pt, final.pt or a snapshot: (actor, config), on the CPU, running no code from the file.
 
@@ -982,12 +991,15 @@ def load_policy(path):
     try:
         saved = load_tensors(path)
         config = SINCE_ADDED | saved["config"]
+        check_module(config["env_id"], path)
         with torch.device("meta"):  # shapes alone, so that a file's sizes are compared before they take memory
             actor = build_actor(config, ortho_init=False)
         weights = {name: saved["actor"][name].to(like.dtype) for name, like in actor.state_dict().items()}
         actor.load_state_dict(weights, assign=True)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"{path} is not a policy file: {first_line(error)}") from None
     if not all(value.isfinite().all() for value in weights.values()):
@@ -1000,6 +1012,133 @@ def load_policy(path):
         if config[key] != needed[key]:
             raise UsageError(f"{path} does not fit {config['env_id']}: {key} is {config[key]}, not {needed[key]}")
     return actor, config
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def is_number(value):
+    """Whether it is a number within float32's range, and not NaN."""
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+
+
+def is_number_or_none(value):
+    return value is None or is_number(value)
+
+
+def is_whole(value):
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def is_text(value):
+    return isinstance(value, str) and value.isprintable()
+
+
+# What the scripts use of a run's two JSON files: {field: its own fields, or whether a value fits}
+CONFIG = {
+    "args": {
+        "seed": is_whole,
+        "env_id": lambda value: is_text(value) and re.fullmatch(r"[\w:./-]+", value),
+        "total_timesteps": is_whole,
+    },
+    "policy": {"actor": lambda value: is_text(value) and value in ACTORS, "solved_return": is_number_or_none},
+    "versions": {"cpu": is_text, "cores": is_number_or_none},
+}
+PLAYED = {"mean_return": is_number, "solved": is_number_or_none, "returns": lambda value: isinstance(value, list)}
+RESULT = {
+    **{"env_steps": is_whole, "wall_clock_s": is_number, "first_solved_steps": is_number_or_none},
+    "decision_us": is_number_or_none,
+    "final": PLAYED,
+    "best": lambda value: value is None or misfit(value, PLAYED) is None,
+    "diagnostics": dict.fromkeys(
+        (
+            *("approx_kl_median", "approx_kl_max", "clip_frac_median", "clip_frac_max", "explained_variance_end"),
+            *("entropy_first", "entropy_last", "train_return_last"),
+        ),
+        is_number_or_none,
+    ),
+}
+
+
+def misfit(value, expected):
+    """The name of the first field of a JSON value that is missing or does not fit (see CONFIG), or None."""
+    if not isinstance(value, dict):
+        return "all of it"
+    for name, fits in expected.items():
+        if name not in value:
+            return name
+        if inner := misfit(value[name], fits) if isinstance(fits, dict) else not fits(value[name]):
+            return name if inner is True else f"{name}, {inner}"
+    return None
+
+
+def run_config(run):
+    """A run folder's config.json. Raises UsageError that names the file where it is not a run's."""
+    path = run / "config.json"
+    if not path.exists():
+        raise UsageError(f"{run} is not a run folder: it has no config.json")
+    config = read_json(path)
+    if wrong := misfit(config, CONFIG):
+        raise UsageError(f"{path} is not a run's: {wrong}")
+    check_module(config["args"]["env_id"], path)
+    return config
+
+
+def run_result(run):
+    """A run folder's result.json, None where it has not finished. Raises UsageError where it is not a run's."""
+    path = run / "result.json"
+    if not path.exists():
+        return None
+    result = {"decision_us": None} | read_json(path)
+    if wrong := misfit(result, RESULT):
+        raise UsageError(f"{path} is not a run's: {wrong}")
+    return result
+
+
+def load_runs_policy(run, name):
+    """(actor, config) of a run folder's policy file, such as "best.pt".
+
+    Raises UsageError that names the file where it is not a policy, or is another run's than config.json describes.
+    """
+    actor, config = load_policy(run / name)
+    expected = SINCE_ADDED | run_config(run)["policy"]
+    different = sorted(key for key in config.keys() | expected.keys() if config.get(key) != expected.get(key))
+    if different:
+        raise UsageError(f"{run / name} does not fit the run's config.json: {', '.join(different)}")
+    return actor, config
+
+
+def load_snapshots(run):
+    """A run's policies during training, {percent of the budget: (actor, config)} in that order.
+
+    Raises UsageError that names what is not a snapshot of this run, or the run where there is none.
+    """
+    snapshots = {}
+    for path in sorted((run / "snapshots").glob("*.pt")):
+        if not re.fullmatch(r"\d{3}\.\d", path.stem):
+            raise UsageError(f"{path}: a snapshot is named for its percentage of the budget, such as 002.5.pt")
+        snapshots[float(path.stem)] = load_runs_policy(run, path.relative_to(run))
+    if not snapshots:
+        raise UsageError(f"{run} has no snapshots")
+    return snapshots
+
+
+@contextlib.contextmanager
+def playing(path):
+    """Name the policy's file in whatever stops it from being played."""
+    try:
+        yield
+    except RunError as error:
+        raise UsageError(f"{path} cannot be played: {first_line(error)}") from None
+
+
+def check_writable(path):
+    """Raise UsageError where a file cannot be written at the path, before the work that it is to hold."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder")
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UsageError(f"cannot write {path}: {folder} is not a folder that can be written")
 
 
 def lock(folder):

@@ -9,10 +9,7 @@ deterministic one, and the training return is the sampled one's. It repeats exac
 """
 
 import argparse
-import os
-import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,99 +26,6 @@ FIELDS = (
     *("start_entropy", "action_std"),
 )
 CSV_NAME = "eval_stochastic.csv"
-
-# ---------------------------------------------------------------------------------------------
-# Run folders, as plot.py and record.py read them too
-# ---------------------------------------------------------------------------------------------
-
-LARGEST = float(np.finfo(np.float32).max)
-
-
-def is_number(value):
-    """Whether it is a number within float32's range, and not NaN."""
-    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
-
-
-def is_text(value):
-    return isinstance(value, str) and value.isprintable()
-
-
-CONFIG_CHECKS = {  # what the scripts use of a config.json
-    ("args", "seed"): lambda value: type(value) is int and 0 <= value < 2**32,
-    ("args", "env_id"): lambda value: is_text(value) and re.fullmatch(r"[\w:./-]+", value),
-    ("args", "total_timesteps"): lambda value: type(value) is int and is_number(value) and value > 0,
-    ("policy", "actor"): lambda value: is_text(value) and value in common.ACTORS,
-    ("policy", "solved_return"): lambda value: value is None or is_number(value),
-    ("versions", "cpu"): is_text,
-    ("versions", "cores"): lambda value: value is None or is_number(value),
-}
-
-
-def run_config(run):
-    """A run folder's config.json, {"args", "policy", "versions": {name: value}}.
-
-    Raises UsageError that names the file where what the scripts use of it is missing or of the wrong kind.
-    """
-    path = run / "config.json"
-    if not path.exists():
-        raise common.UsageError(f"{run} is not a run folder: it has no config.json")
-    config = common.read_json(path)
-    for (part, name), fits in CONFIG_CHECKS.items():
-        fields = config.get(part)
-        if not (isinstance(fields, dict) and name in fields and fits(fields[name])):
-            raise common.UsageError(f"{path} is not a run's: {part}, {name}")
-    return config
-
-
-def load_runs_policy(run, name):
-    """(actor, config) of a run folder's policy file, such as "best.pt".
-
-    Raises UsageError that names the file where it is not a policy, or is another run's than config.json describes.
-    """
-    actor, config = common.load_policy(run / name)
-    expected = common.SINCE_ADDED | run_config(run)["policy"]
-    different = sorted(key for key in config.keys() | expected.keys() if config.get(key) != expected.get(key))
-    if different:
-        raise common.UsageError(f"{run / name} does not fit the run's config.json: {', '.join(different)}")
-    return actor, config
-
-
-def load_snapshots(run):
-    """A run's policies during training, {percent of the budget: (actor, config)} in that order.
-
-    Raises UsageError that names what is not a snapshot of this run, or the run where there is none.
-    """
-    snapshots = {}
-    for path in sorted((run / "snapshots").glob("*.pt")):
-        if not re.fullmatch(r"\d{3}\.\d", path.stem):
-            raise common.UsageError(f"{path}: a snapshot is named for its percentage of the budget, such as 002.5.pt")
-        snapshots[float(path.stem)] = load_runs_policy(run, path.relative_to(run))
-    if not snapshots:
-        raise common.UsageError(f"{run} has no snapshots")
-    return snapshots
-
-
-@contextmanager
-def playing(path):
-    """Name the policy's file in whatever stops it from being played."""
-    try:
-        yield
-    except common.RunError as error:
-        raise common.UsageError(f"{path} cannot be played: {common.first_line(error)}") from None
-
-
-def check_writable(path):
-    """Raise UsageError where a file cannot be written at the path, before the work that it is to hold."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir():
-        raise common.UsageError(f"{path} is a folder")
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise common.UsageError(f"cannot write {path}: {folder} is not a folder that can be written")
-
-
-# ---------------------------------------------------------------------------------------------
-# Both ways
-# ---------------------------------------------------------------------------------------------
 
 
 def paired_interval(differences, level=0.95):
@@ -161,7 +65,7 @@ def compare(name, actor, config, seeds, episodes):
 
 def evaluate_runs(runs, seeds, num_workers):
     """The rows of the runs {name: folder}, in their order. No episode is played before every policy is loaded."""
-    policies = {name: load_runs_policy(folder, "final.pt") for name, folder in runs.items()}
+    policies = {name: common.load_runs_policy(folder, "final.pt") for name, folder in runs.items()}
     tasks, rows = {}, {}
     for name, (_, config) in policies.items():
         tasks.setdefault(str(config), []).append(name)
@@ -171,7 +75,7 @@ def evaluate_runs(runs, seeds, num_workers):
                 for name in names:
                     actor, config = policies[name]
                     weights, episodes = common.actor_weights(actor), {}
-                    with playing(runs[name] / "final.pt"):
+                    with common.playing(runs[name] / "final.pt"):
                         for way in ("deterministic", "sampled"):
                             episodes[way] = common.evaluate_with(workers, weights, seeds, way == "deterministic")
                     rows[name] = compare(name, actor, config, seeds, episodes)
@@ -235,7 +139,7 @@ def run(args):
     finished = {name: folder for name, folder in runs.items() if (folder / "final.pt").exists()}
     if not finished:
         raise common.UsageError(f"there is no finished run at or below {root}")
-    check_writable(root / CSV_NAME)
+    common.check_writable(root / CSV_NAME)
     seeds = [common.FINAL_SEEDS[0] + i for i in range(args.episodes)]
     rows = evaluate_runs(finished, seeds, args.workers or common.available_cores())
     common.write_atomically(root / CSV_NAME, common.csv_text(FIELDS, rows).encode())

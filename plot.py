@@ -26,7 +26,7 @@ from torch.distributions import kl_divergence
 
 import common
 import ppo
-from eval_stochastic import CSV_NAME, load_runs_policy, load_snapshots
+from eval_stochastic import CSV_NAME, FIELDS
 
 # Okabe and Ito's colours, told apart by the colour-blind and in grey print
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
@@ -49,28 +49,35 @@ class LoadedRun:
     """A run folder's rows as arrays of floats, NaN where a cell is empty; as far as an unfinished run goes."""
 
     def __init__(self, path):
-        self.path = path
-        config = common.read_json(path / "config.json")
-        try:
-            self.args = args = config["args"]
-            self.seed, self.kind = args["seed"], f"sb3-{args['algo']}" if "algo" in args else "ppo"
-            self.env_id, self.continuous = args["env_id"], config["policy"]["actor"] == "gaussian"
-            self.solved_return, self.versions = config["policy"]["solved_return"], config["versions"]
-            self.config = common.SINCE_ADDED | config["policy"]
-        except (KeyError, TypeError) as error:
-            raise common.UsageError(f"{path / 'config.json'} is not a run's: {error!r}") from None
+        config = common.run_config(path)
+        self.path, self.args, self.versions = path, config["args"], config["versions"]
+        self.config = common.SINCE_ADDED | config["policy"]
+        self.seed, self.env_id = self.args["seed"], self.args["env_id"]
+        self.kind = f"sb3-{self.args['algo']}" if "algo" in self.args else "ppo"
+        self.continuous, self.solved_return = self.config["actor"] == "gaussian", self.config["solved_return"]
         self.metrics, self.evals = columns(path / "metrics.csv"), columns(path / "evals.csv")
-        result = path / "result.json"
-        self.result = common.read_json(result) if result.exists() else None
+        self.result = common.run_result(path)
 
 
 def columns(path):
-    """A CSV file of numbers as {field: array}; {} where there is none."""
+    """A run's CSV file of numbers as {field: array}, with env_steps among them; {} where there is none."""
     rows = common.read_csv(path) if path.exists() else []
+    if not rows:
+        return {}
+    if "env_steps" not in rows[0]:
+        raise common.UsageError(f"{path} has no column env_steps")
+    return {field: np.array([number(row[field], path) for row in rows]) for field in rows[0]}
+
+
+def number(text, path):
+    """A cell of a CSV file as a float, NaN where it is empty."""
     try:
-        return {field: np.array([float(row[field] or "nan") for row in rows]) for field in (rows[0] if rows else ())}
-    except (ValueError, TypeError) as error:
-        raise common.UsageError(f"{path} cannot be read: {error}") from None
+        value = float(text or "nan")
+    except ValueError:
+        value = float("inf")
+    if abs(value) > common.LARGEST:
+        raise common.UsageError(f"{path} cannot be read: {text!r} is not a number here")
+    return value
 
 
 def load_runs(root, env_id=None):
@@ -361,7 +368,7 @@ def measures(runs, stochastic):
         "explained_variance": [s["explained_variance_end"] for s in summaries],
         "entropy": [s["entropy_last"] for s in summaries],
     }
-    found["sampled"] = [float(row["sampled_mean"]) for row in rows] if len(rows) == len(runs) else found["training"]
+    found["sampled"] = [row["sampled_mean"] for row in rows] if len(rows) == len(runs) else found["training"]
     return {name: [x for x in values if x is not None and x == x] for name, values in found.items()}
 
 
@@ -373,8 +380,8 @@ def figure_stochastic(rows, env_runs):
     for axis, continuous in zip(axes[0], present, strict=True):
         for way, offset, colour, marker in (("deterministic", -0.12, BLUE, "o"), ("sampled", 0.12, ORANGE, "s")):
             x = [row["seed"] + offset for row in by_space[continuous]]
-            mean = [float(row[f"{way}_mean"]) for row in by_space[continuous]]
-            error = [float(row[f"{way}_std"]) for row in by_space[continuous]]
+            mean = [row[f"{way}_mean"] for row in by_space[continuous]]
+            error = [row[f"{way}_std"] for row in by_space[continuous]]
             axis.errorbar(x, mean, error, fmt=marker, color=colour, ms=5, lw=1, capsize=2, label=way)
         if env_runs[0].solved_return is not None:
             axis.axhline(env_runs[0].solved_return, color=GREY, lw=0.8, ls=":", label="solved")
@@ -416,7 +423,7 @@ def estimators_of(run):
     names = ("snapshots/050.0.pt", "snapshots/100.0.pt")
     if not all((run.path / name).exists() for name in names):
         return None
-    (old, config), (new, _) = (load_runs_policy(run.path, name) for name in names)
+    (old, config), (new, _) = (common.load_runs_policy(run.path, name) for name in names)
     env, numpy_old = common.make_policys_env(config), common.as_numpy(old)
     obs = [obs for seed in common.FINAL_SEEDS[:5] for obs, *_ in common.play(numpy_old, env, seed, False)]
     env.close()
@@ -447,7 +454,7 @@ def figure_estimators(errors_by_space):
 
 def figure_progression(run, starts):
     """Paths of the lander from the same starts with each snapshot (page section 6.3)."""
-    snapshots = load_snapshots(run.path)
+    snapshots = common.load_snapshots(run.path)
     size = (2 * len(snapshots), 3.3)
     figure, ((*axes,),) = plt.subplots(1, len(snapshots), figsize=size, sharex=True, sharey=True, squeeze=False)
     for axis, (percentage, (actor, config)) in zip(axes, snapshots.items(), strict=True):
@@ -539,8 +546,9 @@ def results_table(groups, env_id, stochastic):
             return [r["diagnostics"][field] for r in results]
 
         def played(field):
-            return [float(row[field]) for row in both if row[field]]
+            return [row[field] for row in both if row[field] == row[field]]
 
+        decisions = [r["decision_us"] for r in results if r["decision_us"] is not None]
         first = [r["first_solved_steps"] for r in results]
         reached = [steps for steps in first if steps]
         kl, clip = span(found("approx_kl_median"), 4), span(found("clip_frac_median"), 3)
@@ -558,7 +566,7 @@ def results_table(groups, env_id, stochastic):
             "sampled": span(played("sampled_mean"), 0),
             "timeouts": percent(played("sampled_truncated")),
             "start_entropy": span(played("start_entropy"), 2),
-            "decision": span([np.median([r.get("decision_us", np.nan) for r in results])] if results else [], 1),
+            "decision": span([np.median(decisions)] if decisions else [], 1),
             "minutes": summary([r["wall_clock_s"] / 60 for r in results], 1, False),
             "seeds": str(len(runs)) if runs else "",
         }
@@ -611,7 +619,7 @@ def tasks_table(groups, stochastic):
         for runs, means in zip(finished, returns, strict=True):
             for run in runs:
                 row, final = stochastic.get(run.path.resolve()), run.result["final"]
-                means.append(float(row["deterministic_mean"]) if row else final["mean_return"])
+                means.append(row["deterministic_mean"] if row else final["mean_return"])
                 counts.append(int(row["episodes"]) if row else len(final["returns"]))
         steps = span([run.result["env_steps"] for runs in finished for run in runs], 0)
         minutes = [summary([run.result["wall_clock_s"] / 60 for run in runs], 1, False) for runs in finished]
@@ -684,12 +692,14 @@ def footnote(groups):
 
 
 def read_stochastic(root):
-    """Rows of every eval_stochastic.csv below root by run folder; of several with one run, the topmost counts."""
+    """{run folder: {field: number}} of every eval_stochastic.csv below root; of several with one run, the topmost."""
     rows = {}
     for path in sorted(Path(root).rglob(CSV_NAME), key=lambda path: len(path.parts), reverse=True):
         for row in common.read_csv(path):
+            if not row.keys() >= set(FIELDS):
+                raise common.UsageError(f"{path} is not what eval_stochastic.py writes")
             folder = path.parent if (path.parent / "config.json").exists() else path.parent / row["run"]
-            rows[folder.resolve()] = row
+            rows[folder.resolve()] = {field: number(row[field], path) for field in FIELDS[1:]}
     return rows
 
 
@@ -775,7 +785,7 @@ def plot(args):
             continue
         out = args.out / folder.name
         out.mkdir(parents=True, exist_ok=True)
-        for name, figure in all_figures(groups, stochastic):
+        for name, figure in list(all_figures(groups, stochastic)):  # all drawn before any is written
             if isinstance(figure, str):
                 print(f"{name}: {figure}")
                 continue

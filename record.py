@@ -20,7 +20,6 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import common
-from eval_stochastic import check_writable, load_runs_policy, load_snapshots, playing
 
 SIZE = 640, 400  # pixels, width and height
 FILMED = 4
@@ -114,7 +113,7 @@ def frames_per_second(config):
 def record_best(run, workers, policy):
     """(pictures, lines to print): the best policy on the video seeds, of which FILMED are filmed."""
     config, seeds = policy[1], common.VIDEO_SEEDS
-    with playing(run / "best.pt"):
+    with common.playing(run / "best.pt"):
         episodes = fly(workers, policy, seeds)
     found = common.summarise(episodes, config)
     lines = [f"{len(seeds)} held-out starts: return {found['mean_return']:.1f} +- {found['std_return']:.1f}"]
@@ -130,7 +129,7 @@ def record_progression(run, workers, snapshots, seed):
     """(pictures, lines to print): one start, flown by each of the snapshots {percent: policy} in turn."""
     titles, lines = {percent: f"{percent:g} % of training" for percent in snapshots}, []
     for percent, policy in snapshots.items():
-        with playing(run / "snapshots" / f"{percent:05.1f}.pt"):
+        with common.playing(run / "snapshots" / f"{percent:05.1f}.pt"):
             episode = fly(workers, policy, [seed])
         lines.append(f"{titles[percent]:>20}: return {episode['return'][0]:8.1f}, {episode['length'][0]} steps")
     films = (frames(policy, seed, titles[percent]) for percent, policy in snapshots.items())
@@ -163,10 +162,10 @@ def record(args):
         os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo would look for a display
     name = args.run.resolve().name + "-progression" * args.progression
     out = args.out or Path("videos", f"{name}.mp4")
-    snapshots = load_snapshots(args.run) if args.progression else None
-    policy = snapshots[min(snapshots)] if snapshots else load_runs_policy(args.run, "best.pt")
+    snapshots = common.load_snapshots(args.run) if args.progression else None
+    policy = snapshots[min(snapshots)] if snapshots else common.load_runs_policy(args.run, "best.pt")
     config = policy[1]
-    check_writable(out)
+    common.check_writable(out)
     fps = frames_per_second(config)
     with common.Workers(common.available_cores(), config, 0, common.available_cores()) as workers:
         if args.progression:
