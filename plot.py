@@ -64,9 +64,10 @@ def columns(path):
     rows = common.read_csv(path) if path.exists() else []
     if not rows:
         return {}
-    if "env_steps" not in rows[0]:
-        raise common.UsageError(f"{path} has no column env_steps")
-    return {field: np.array([number(row[field], path) for row in rows]) for field in rows[0]}
+    found = {field: np.array([number(row[field], path) for row in rows]) for field in rows[0]}
+    if "env_steps" not in found or not (np.diff(found["env_steps"], prepend=-1) > 0).all():
+        raise common.UsageError(f"{path} cannot be read: env_steps is not a column that rises")
+    return found
 
 
 def number(text, path):

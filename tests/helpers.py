@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck
 
 import common
 import ppo
@@ -16,6 +17,7 @@ import ppo
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-envs", "4", "--num-steps", "64", "--minibatch-size", "60", "--update-epochs", "2", "--no-compile"]
 TINY += ["--eval-every", "0"]
+FUZZ = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 TIME_COLUMNS = {"rollout_s", "update_s", "eval_s", "steps_per_s"}
 
 
@@ -105,3 +107,33 @@ def stop_midway(tmp_path, name, how, *argv):
 
 def children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class WorkersHere:
+    """common.Workers with one worker, in this process: a run takes milliseconds."""
+
+    def __init__(self, num_workers, config, seed, num_envs):
+        self.envs, self.connections, self.rows = None, [None], [range(num_envs)]
+        self.make = lambda: common.Envs(config, seed, num_envs, range(num_envs))
+
+    def start(self, function, *args):
+        self.start_each(function, [args])
+
+    def start_each(self, function, arguments):
+        try:
+            self.envs = self.envs or self.make()
+            self.answers = [function(self.envs, *args) for args in arguments]
+        except common.RunError as error:
+            raise common.RunError(str(error)) from None
+
+    def results(self):
+        return self.answers
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import train
-from hypothesis import HealthCheck, given, settings
+from helpers import FUZZ, WorkersHere, train
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import common
@@ -30,28 +30,6 @@ MAINS = {
         [str(folder), "--progression", "--out", str(out / "film.mp4")]
     ),
 }
-FUZZ = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-
-
-class WorkersHere:
-    """common.Workers without their processes."""
-
-    def __init__(self, num_workers, config, seed, num_envs):
-        self.envs, self.connections = None, [None]
-        self.make = lambda: common.Envs(config, seed, num_envs, range(num_envs))
-
-    def start_each(self, function, arguments):
-        try:
-            self.envs = self.envs or self.make()
-            self.answers = [function(self.envs, *args) for args in arguments]
-        except Exception as error:
-            raise common.RunError(str(error)) from None
-
-    def results(self):
-        return self.answers
-
-    __enter__ = lambda self: self  # noqa: E731
-    __exit__ = lambda *_: None  # noqa: E731
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +71,7 @@ def call(name, run, out):
     before, errors = contents(run), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         code = MAINS[name](run, out)
+    plot.plt.close("all")
     lines = errors.getvalue().splitlines()
     assert code in (0, 2), (code, lines)
     if code == 2:
