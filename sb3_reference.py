@@ -16,7 +16,7 @@ from collections import deque
 
 import numpy as np
 import torch
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, MultiBinary
 from gymnasium.wrappers import RescaleAction
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -64,7 +64,10 @@ def make_env(args):
 
 
 def make_model(args, algo="ppo", algorithm=PPO):
-    """Stable-Baselines3's model at the arguments of ppo.parse_args."""
+    """Stable-Baselines3's model at the arguments of ppo.parse_args.
+
+    Raises UsageError where it does not take them, or plays MultiBinary actions, which it lays out otherwise.
+    """
     policy_kwargs = {
         "net_arch": {"pi": args.hidden, "vf": args.hidden},
         "activation_fn": ACTIVATIONS[args.activation],
@@ -74,10 +77,15 @@ def make_model(args, algo="ppo", algorithm=PPO):
     if algo == "ppo":
         policy_kwargs["optimizer_kwargs"] = {"eps": args.adam_eps}
     envs = make_vec_env(lambda: make_env(args), args.num_envs, seed=args.seed)
-    if args.norm_obs or args.norm_reward:
-        envs = VecNormalize(envs, norm_obs=args.norm_obs, norm_reward=args.norm_reward, gamma=args.gamma)
+    if isinstance(envs.action_space, MultiBinary):
+        raise common.UsageError(f"{args.env_id}: MultiBinary actions have no counterpart in Stable-Baselines3")
     kwargs = {theirs: getattr(args, ours) for ours, theirs in ARGUMENTS[algo].items()} | FIXED[algo]
-    return algorithm("MlpPolicy", envs, policy_kwargs=policy_kwargs, device="cpu", **kwargs)
+    try:
+        if args.norm_obs or args.norm_reward:
+            envs = VecNormalize(envs, norm_obs=args.norm_obs, norm_reward=args.norm_reward, gamma=args.gamma)
+        return algorithm("MlpPolicy", envs, policy_kwargs=policy_kwargs, device="cpu", **kwargs)
+    except (ValueError, AssertionError) as error:
+        raise common.UsageError(f"Stable-Baselines3 refuses: {common.first_line(error)}") from None
 
 
 def counterparts(args, algo):
@@ -173,13 +181,13 @@ def train(args, algo):
     args.workers = 1  # it steps its environments in this process
     algorithm = find_algorithm(algo)
     config = common.config_of(args)
+    model = make_model(args, algo, algorithm)
     args.algo = algo
     run = common.Run(args, config, defaults=ppo.parse_args([]), prefix=f"sb3-{algo}")
     if run.finished:
         print(f"{run.path} has finished already; --overwrite starts it over")
         return run.path
     print(f"Stable-Baselines3's {algo.upper()} at ppo.py's arguments:", *counterparts(args, algo), sep="\n")
-    model = make_model(args, algo, algorithm)
     restore(model, run)
     if args.anneal_lr:
         model.lr_schedule = lambda _: args.learning_rate * (1 - run.env_steps / args.total_timesteps)
@@ -194,7 +202,10 @@ def train(args, algo):
         while run.env_steps < args.total_timesteps:
             run.save_snapshots(actor_weights(model))
             clock = [time.monotonic()]
-            model.learn(run.batch_size, reset_num_timesteps=False)
+            try:
+                model.learn(run.batch_size, reset_num_timesteps=False)
+            except ValueError as error:  # its distributions check their parameters
+                raise common.RunError(f"Stable-Baselines3: {common.first_line(error)}", repeats=True) from None
             clock += [model.update_began, time.monotonic()]
             row = metrics_row(model)
             returns = model.get_env().env_method("get_episode_rewards")

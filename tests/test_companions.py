@@ -311,6 +311,22 @@ def test_several_environments_are_a_row_each(two_tasks, tmp_path, capsys):
     assert cartpole[2:4] == pendulum[2:4] == ["18.0 ± 0.0 [18.0, 18.0]", "22.0 ± 0.0 [22.0, 22.0]"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "reason"),
+    [
+        ("--norm-obs --env-id FrozenLake-v1", 2, "VecNormalize only supports"),
+        ("--env-id tests.envs:Any-v0 --env-kwargs action=multibinary", 2, "MultiBinary"),
+        ("--env-id CartPole-v1 --objective none", 2, "--objective has no counterpart"),
+        ("--env-id CartPole-v1 --learning-rate 1e30", 1, "stopped: Stable-Baselines3"),
+    ],
+)
+def test_what_the_reference_cannot_do_is_one_line(tmp_path, argv, code, reason):
+    flags = [flag for flag in TINY if flag != "--no-compile"]
+    result = script("sb3_reference.py", *flags, "--runs-dir", tmp_path, *argv.split())
+    assert result.returncode == code and "Traceback" not in result.stderr
+    assert reason in result.stderr.splitlines()[-1] and (code == 1 or not list(tmp_path.iterdir()))
+
+
 def test_settings_are_compared(tmp_path, capsys):
     """Runs in one folder that differ in more than the seed: a row each, named by the flags that differ."""
     settings = ([], ["--clip-eps", "0.1"], ["--objective", "kl-fixed", "--kl-beta", "10"], ["--objective", "none"])
