@@ -119,19 +119,20 @@ def ppo_loss(
     return loss, torch.stack([k1, k2, k3, clip_frac, entropy, policy_loss, value_loss]).detach()
 
 
-def adapted_beta(beta, kl, target):
+def adapted_beta(beta, kl, target, least=1e-9, most=1e9):
     """The next update's weight of a KL penalty from this one's KL (Schulman et al. 2017, section 4)."""
     if kl < target / 1.5:
-        return beta / 2
-    return beta * 2 if kl > target * 1.5 else beta
+        return max(beta / 2, least)
+    return min(beta * 2, most) if kl > target * 1.5 else beta
 
 
-def adapted_ent_coef(ent_coef, entropy, target, rate):
+def adapted_ent_coef(ent_coef, entropy, target, rate, least=1e-5, most=10.0):
     """The next update's c_e: a step of size rate on log c_e, up where the entropy is below its target, else down.
 
-    SAC's rule for its temperature (Haarnoja et al. 2018, eq. 18), which keeps it positive.
+    SAC's rule for its temperature (Haarnoja et al. 2018, eq. 18). Beyond its bounds the bonus would no longer count, or
+    alone, and c_e would take long to come back.
     """
-    return ent_coef * math.exp(rate * (target - entropy))
+    return min(max(ent_coef * math.exp(rate * (target - entropy)), least), most)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -98,6 +98,12 @@ def test_adapted_ent_coef():
     assert ppo.adapted_ent_coef(0.01, 0.0, target=1.0, rate=0.3) == pytest.approx(0.01 * math.exp(0.3))
 
 
+def test_what_is_adapted_stays_where_it_can_come_back():
+    assert ppo.adapted_beta(1e-9, 0.0, target=0.01) == 1e-9 and ppo.adapted_beta(1e9, 1.0, target=0.01) == 1e9
+    assert ppo.adapted_ent_coef(1e-5, 9.0, target=0.0, rate=1.0) == 1e-5
+    assert ppo.adapted_ent_coef(9.0, 0.0, target=9.0, rate=1.0) == 10.0
+
+
 def column(run, name):
     return [float(row[name]) for row in common.read_csv(run / "metrics.csv")]
 
