@@ -407,8 +407,8 @@ def train(args):
                     if args.target_kl and epochs[-1][:, STATS.index("approx_kl")].mean() > args.target_kl:
                         break
                 stats = torch.cat(epochs)
-                check_finite(stats, learner["theta"])
                 exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
+                check_finite(stats, learner["theta"], exact_kl)
                 if args.norm_obs:  # between rollouts, so that pi_old acts and learns on the same inputs
                     for net in (nets.actor.net, nets.critic.net):
                         net.norm.update(obs.flatten(0, 1))
@@ -442,8 +442,8 @@ def example_rollout(config, n):
     return torch.zeros(n, config["obs_dim"]), actions, torch.zeros(n), torch.zeros(n), torch.zeros(n)
 
 
-def check_finite(stats, theta):
-    """Stop before weights that a NaN or infinity has spoilt reach a file. stats: [steps, len(STATS)]; theta: [P]."""
+def check_finite(stats, theta, exact_kl):
+    """Stop before what a NaN or infinity has spoilt reaches a file. stats: [steps, len(STATS)]; theta: [P]."""
     bad = (~stats.isfinite()).nonzero()
     if len(bad):
         first, which = bad[0].tolist()
@@ -452,6 +452,8 @@ def check_finite(stats, theta):
         )
     if not theta.isfinite().all():
         raise common.RunError("a weight is not finite after this update", repeats=True)
+    if not exact_kl.isfinite():
+        raise common.RunError(f"exact_kl is {exact_kl.item()} after this update", repeats=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ SMALL += ["--total-timesteps", "33", "--no-compile"]  # later words win
 def check(tmp_path, argv):
     root, out, errors = tmp_path / "root", io.StringIO(), io.StringIO()
     runs = root / "runs"
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gymnasium's, about its own environments
         try:
             code = ppo.main([*SMALL, "--runs-dir", str(runs), *argv])
         except SystemExit as stop:

@@ -355,12 +355,14 @@ def test_gradient_step_equals_stable_baselines3(continuous):
 
 def test_what_is_not_finite_is_named():
     stats, theta = torch.zeros(3, len(ppo.STATS)), torch.zeros(5)
-    ppo.check_finite(stats, theta)
+    ppo.check_finite(stats, theta, torch.zeros(()))
     with pytest.raises(common.RunError, match="a weight is not finite"):
-        ppo.check_finite(stats, theta / 0)
+        ppo.check_finite(stats, theta / 0, torch.zeros(()))
+    with pytest.raises(common.RunError, match="exact_kl is inf"):
+        ppo.check_finite(stats, theta, torch.tensor(math.inf))
     stats[1, ppo.STATS.index("grad_norm")] = math.inf
     with pytest.raises(common.RunError, match="grad_norm is inf at gradient step 2"):
-        ppo.check_finite(stats, theta)
+        ppo.check_finite(stats, theta, torch.zeros(()))
 
 
 def test_every_equation_of_the_map_is_tagged():

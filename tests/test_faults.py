@@ -173,10 +173,10 @@ def test_log_ratios_beyond_float32(log_ratio):
     if log_ratio > 0:
         assert ppo.clipped_surrogate(torch.tensor([torch.inf]), torch.tensor([1.0]), 0.2).item() == pytest.approx(1.2)
         with pytest.raises(common.RunError, match="is inf at gradient step 1"):
-            ppo.check_finite(row, torch.zeros(1))
+            ppo.check_finite(row, torch.zeros(1), torch.zeros(()))
     else:
         assert loss.isfinite()
-        ppo.check_finite(row, torch.zeros(1))
+        ppo.check_finite(row, torch.zeros(1), torch.zeros(()))
 
 
 @pytest.mark.parametrize("log_std", [50.0, -50.0])
@@ -192,7 +192,7 @@ def test_a_sigma_out_of_all_bounds(log_std):
         assert stats.isfinite().all()
     else:  # its variance is beyond float32
         with pytest.raises(common.RunError, match="is nan at gradient step 1"):
-            ppo.check_finite(stats, torch.zeros(1))
+            ppo.check_finite(stats, torch.zeros(1), torch.zeros(()))
 
 
 def test_every_file_is_plain(tmp_path, monkeypatch):
