@@ -301,10 +301,9 @@ def test_several_environments_are_a_row_each(two_tasks, tmp_path, capsys):
 
     shutil.copytree(two_tasks, tmp_path / "tasks")
     names = sorted(run.name for run in two_tasks.iterdir())
-    text = common.csv_text(
-        ("run", "episodes", "deterministic_mean"),
-        [{"run": name, "episodes": 100, "deterministic_mean": len(name)} for name in names],
-    )
+    empty = dict.fromkeys(eval_stochastic.FIELDS)
+    rows_now = [empty | {"run": name, "episodes": 100, "deterministic_mean": len(name)} for name in names]
+    text = common.csv_text(eval_stochastic.FIELDS, rows_now)
     (tmp_path / "tasks" / eval_stochastic.CSV_NAME).write_text(text)
     head, _, cartpole, pendulum = rows(tmp_path)
     assert head[0].endswith("return on 100 held-out episodes")

@@ -291,6 +291,7 @@ def test_help_gives_every_default_and_fits_two_screens():
         assert part in text
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_trains_all_the_same(tmp_path):
     environment = os.environ | {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     argv = [a for a in TINY if a != "--no-compile"]
