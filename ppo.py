@@ -353,8 +353,8 @@ def train(args):
                     if args.target_kl and epochs[-1][:, STATS.index("approx_kl")].mean() > args.target_kl:
                         break
                 stats = torch.cat(epochs)
-                check_finite(stats, learner["theta"])
                 exact_kl = kl_divergence(dist_old, nets.actor(obs)).mean()
+                check_finite(stats, learner["theta"], exact_kl)
                 if args.norm_obs:  # between rollouts, so that pi_old acts and learns on the same inputs
                     for net in (nets.actor.net, nets.critic.net):
                         net.norm.update(obs.flatten(0, 1))
@@ -386,16 +386,19 @@ def example_rollout(config, n):
     return torch.zeros(n, config["obs_dim"]), actions, torch.zeros(n), torch.zeros(n), torch.zeros(n)
 
 
-def check_finite(stats, theta):
-    """Stop before weights that a NaN or infinity has spoilt reach a file. stats: [steps, len(STATS)]; theta: [P]."""
+def check_finite(stats, *after):
+    """Stop before weights that a NaN or infinity has spoilt reach a file.
+
+    stats: [steps, len(STATS)]; after: tensors that the update led to, its weights and its exact KL.
+    """
     bad = (~stats.isfinite()).nonzero()
     if len(bad):
         first, which = bad[0].tolist()
         raise common.RunError(
             f"{STATS[which]} is {stats[first, which].item()} at gradient step {first + 1} of this update", repeats=True
         )
-    if not theta.isfinite().all():
-        raise common.RunError("a weight is not finite after this update", repeats=True)
+    if not all(x.isfinite().all() for x in after):
+        raise common.RunError("a weight or the policy's KL is not finite after this update", repeats=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -497,7 +500,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--workers",
-        type=common.number(int, 1),
+        type=common.number(int, 1, 256),
         metavar="INT",
         help="rollout processes; any number gives the same results [one per core, at most N]",
     )

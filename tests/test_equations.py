@@ -353,7 +353,7 @@ def test_gradient_step_equals_stable_baselines3(continuous):
 def test_what_is_not_finite_is_named():
     stats, theta = torch.zeros(3, len(ppo.STATS)), torch.zeros(5)
     ppo.check_finite(stats, theta)
-    with pytest.raises(common.RunError, match="a weight is not finite"):
+    with pytest.raises(common.RunError, match="a weight or the policy's KL is not finite"):
         ppo.check_finite(stats, theta / 0)
     stats[1, ppo.STATS.index("grad_norm")] = math.inf
     with pytest.raises(common.RunError, match="grad_norm is inf at gradient step 2"):
