@@ -42,6 +42,8 @@ EVAL_SEEDS = [1_000_000_000 + i for i in range(10)]
 FINAL_SEEDS = [2_000_000_000 + i for i in range(50)]
 VIDEO_SEEDS = [3_000_000_000 + i for i in range(24)]
 
+LARGEST = 1e38  # a number that float32 has room for
+
 EPISODE_FIELDS = ("return", "length", "truncated", "landed", "fuel")
 
 
@@ -217,6 +219,12 @@ class Categoricals(Distribution):
         return torch.stack([part.sample(shape) for part in self.parts], -1)
 
 
+@register_kl(Categorical, Categorical)
+def _kl_categorical(p, q):
+    """From log-probabilities: torch's own is infinite where a probability is so small that it rounds to 0."""
+    return (p.probs * (p.logits - q.logits)).sum(-1)
+
+
 @register_kl(Categoricals, Categoricals)
 def _kl_categoricals(p, q):
     return sum(kl_divergence(*parts) for parts in zip(p.parts, q.parts, strict=True))
@@ -356,7 +364,7 @@ def explained_variance(values, returns):
 # ---------------------------------------------------------------------------------------------
 
 
-def make_env(env_id, continuous=False, **kwargs):
+def make_env(env_id, continuous=False, /, **kwargs):
     """gymnasium.make with this project's errors; `continuous` picks the Box-action variant of an id.
 
     Raises UsageError for an unknown id, a missing dependency or an id without such a variant.
@@ -380,19 +388,22 @@ def _find_spec(env_id):
         if module:
             importlib.import_module(module)
         return gym.spec(registered_id)
-    except (gym.error.Error, ImportError) as error:
+    except Exception as error:  # a module may raise anything
         name = registered_id.rsplit("-v", 1)[0].lower()
         newest = [known for known in gym.registry if known.rsplit("-v", 1)[0].lower() == name]
         close = newest[-1:] or difflib.get_close_matches(registered_id, gym.registry, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
-        reason = f": {error}" if isinstance(error, ImportError) else ""
+        reason = "" if isinstance(error, gym.error.Error) else f": {first_line(error)}"
         raise UsageError(f"there is no environment {env_id!r}{reason}{hint}") from None
 
 
 def _takes_keyword(spec, name):
     entry_point = spec.entry_point
-    creator = gym.envs.registration.load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    return name in inspect.signature(creator).parameters
+    try:
+        creator = gym.envs.registration.load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        return name in inspect.signature(creator).parameters
+    except Exception:  # `_make` comes to it again, and says so
+        return False
 
 
 def _make(spec, kwargs):
@@ -407,8 +418,8 @@ def _make(spec, kwargs):
 
 
 def make_policys_env(config, **kwargs):
-    """The environment that a policy config describes."""
-    return make_env(config["env_id"], config["continuous"], **config["env_kwargs"], **kwargs)
+    """The environment that a policy config describes; kwargs go before its own."""
+    return make_env(config["env_id"], config["continuous"], **config["env_kwargs"] | kwargs)
 
 
 def policy_config(
@@ -1014,9 +1025,6 @@ def load_policy(path):
     return actor, config
 
 
-LARGEST = float(np.finfo(np.float32).max)
-
-
 def is_number(value):
     """Whether it is a number within float32's range, and not NaN."""
     return type(value) in (int, float) and -LARGEST <= value <= LARGEST
@@ -1396,7 +1404,7 @@ class Run:
             args.total_timesteps = 1_000_000 if config["actor"] == "gaussian" else 2_000_000
         variant = "-continuous" if args.continuous else ""
         name = run_name(f"{prefix}_{args.env_id}{variant}_s{args.seed}") if args.run_name is None else args.run_name
-        if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
+        if not name or name != Path(name).name or name in (".", "..") or not name.isprintable():
             raise UsageError(f"--run-name {name!r} is not the name of a folder inside --runs-dir")
         self.path = Path(args.runs_dir) / name
         self.batch_size = args.num_envs * args.num_steps
@@ -1411,8 +1419,9 @@ class Run:
             self._open()
         except BaseException as error:
             self._unlock()
-            if isinstance(error, OSError):
-                raise UsageError(f"cannot write the run folder {self.path}: {error.strerror}") from None
+            if isinstance(error, (OSError, ValueError)):  # a path with a NUL is a ValueError
+                reason = getattr(error, "strerror", error)
+                raise UsageError(f"cannot write the run folder {self.path}: {reason}") from None
             raise
 
     @property
@@ -1646,6 +1655,11 @@ class Run:
         print("\n".join(closing_lines(self, result)))
 
 
+def one_line(error):
+    """An exception's text with its lines joined."""
+    return " ".join(str(error).split("\n"))
+
+
 def first_line(error):
     """The first line of an exception's text, or its name where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -1797,9 +1811,9 @@ def env_kwargs(words):
     return found
 
 
-def number(kind, low, high=math.inf):
-    """An argparse type: an int or a float from low to high."""
-    high = math.inf if high is None else high
+def number(kind, low, high=None):
+    """An argparse type: an int or a float from low to high, or to LARGEST."""
+    high = LARGEST if high is None else high
 
     def parse(text):
         try:
@@ -1808,9 +1822,11 @@ def number(kind, low, high=math.inf):
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not {'a whole number' if kind is int else 'a number'}"
             ) from None
-        if not (low <= value <= high and math.isfinite(value)):
-            bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"{text} is not {bound}")
+        if not low <= value <= high:  # a NaN neither
+            bound = f"between {low} and {high}"
+            if high == LARGEST:
+                bound = f"at most {high}" if value > high else f"at least {low}"
+            raise argparse.ArgumentTypeError(f"{text.strip()} is not {bound}")
         return value
 
     parse.__name__ = kind.__name__
@@ -1825,16 +1841,18 @@ def command_line():
 def run_script(name, script):
     """Run a script's main function: errors of use and of runs take one line. Returns the exit code."""
     signal.signal(signal.SIGTERM, _terminated)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: a path may hold what it cannot encode
     try:
         script()
     except UsageError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
         return 2
     except RunError as error:
         advice = f"to go on from the last checkpoint: {command_line()}"
         if error.repeats:
             advice = "the same command would come to it again: try a lower --learning-rate under another --run-name"
-        print(f"{name}: stopped: {error}; {advice}", file=sys.stderr)
+        print(f"{name}: stopped: {one_line(error)}; {advice}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -578,7 +578,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--workers",
-        type=common.number(int, 1),
+        type=common.number(int, 1, 256),
         metavar="INT",
         help="rollout processes; any number gives the same results [one per core, at most N]",
     )

@@ -10,14 +10,15 @@ plot.py and eval_stochastic.py read both alike. As a reference only: nothing of 
 """
 
 import argparse
+import math
 import sys
 import time
 from collections import deque
 
 import numpy as np
 import torch
-from gymnasium.spaces import Box, MultiBinary
-from gymnasium.wrappers import RescaleAction
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.wrappers import TransformAction, TransformObservation
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
@@ -55,19 +56,29 @@ RUN_ARGUMENTS = {
 ACTIVATIONS = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
 
 
-def make_env(args):
-    """The environment, with a Gaussian's [-1, 1] laid over bounded actions as ppo.py does."""
-    env = common.make_env(args.env_id, args.continuous, **args.env_kwargs)
-    if isinstance(env.action_space, Box) and np.isfinite([env.action_space.low, env.action_space.high]).all():
-        env = RescaleAction(env, np.float32(-1), np.float32(1))
+ACTIONS = {
+    "categorical": Discrete,
+    "multicategorical": MultiDiscrete,
+    "gaussian": lambda act_dim: Box(-common.LARGEST, common.LARGEST, (act_dim,)),  # it wants finite bounds
+}
+
+
+def make_env(config):
+    """The environment of a policy config, with the flat observations and actions that ppo.py's networks have."""
+    env = common.make_policys_env(config)
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, Box) or len(observations.shape) != 1:
+        flat = Box(-np.inf, np.inf, (config["obs_dim"],), np.float32)
+        env = TransformObservation(env, lambda obs: common.flat_observation(obs, observations), flat)
+    if not isinstance(actions, Discrete) or actions.start:
+        to_environment = common.action_map(actions)
+        flat = ACTIONS[config["actor"]](config["act_dim"])
+        env = TransformAction(env, lambda action: to_environment(np.asarray(action)[None])[0], flat)
     return env
 
 
 def make_model(args, algo="ppo", algorithm=PPO):
-    """Stable-Baselines3's model at the arguments of ppo.parse_args.
-
-    Raises UsageError where it does not take them, or plays MultiBinary actions, which it lays out otherwise.
-    """
+    """Stable-Baselines3's model at the arguments of ppo.parse_args."""
     policy_kwargs = {
         "net_arch": {"pi": args.hidden, "vf": args.hidden},
         "activation_fn": ACTIVATIONS[args.activation],
@@ -76,16 +87,12 @@ def make_model(args, algo="ppo", algorithm=PPO):
     }
     if algo == "ppo":
         policy_kwargs["optimizer_kwargs"] = {"eps": args.adam_eps}
-    envs = make_vec_env(lambda: make_env(args), args.num_envs, seed=args.seed)
-    if isinstance(envs.action_space, MultiBinary):
-        raise common.UsageError(f"{args.env_id}: MultiBinary actions have no counterpart in Stable-Baselines3")
+    config = common.config_of(args)
+    envs = make_vec_env(lambda: make_env(config), args.num_envs, seed=args.seed)
+    if args.norm_obs or args.norm_reward:
+        envs = VecNormalize(envs, norm_obs=args.norm_obs, norm_reward=args.norm_reward, gamma=args.gamma)
     kwargs = {theirs: getattr(args, ours) for ours, theirs in ARGUMENTS[algo].items()} | FIXED[algo]
-    try:
-        if args.norm_obs or args.norm_reward:
-            envs = VecNormalize(envs, norm_obs=args.norm_obs, norm_reward=args.norm_reward, gamma=args.gamma)
-        return algorithm("MlpPolicy", envs, policy_kwargs=policy_kwargs, device="cpu", **kwargs)
-    except (ValueError, AssertionError) as error:
-        raise common.UsageError(f"Stable-Baselines3 refuses: {common.first_line(error)}") from None
+    return algorithm("MlpPolicy", envs, policy_kwargs=policy_kwargs, device="cpu", **kwargs)
 
 
 def counterparts(args, algo):
@@ -138,7 +145,8 @@ def watch(model):
         model.update_began = time.monotonic()
         update()
         new = distribution()
-        kl = kl_divergence(old, new.distribution)
+        parts = zip(*(x if isinstance(x, list) else [x] for x in (old, new.distribution)), strict=True)
+        kl = sum(kl_divergence(*pair) for pair in parts)  # a list holds MultiDiscrete's entries
         model.exact_kl = (kl.sum(-1) if kl.dim() > 1 else kl).mean().item()
         model.entropy = new.entropy().mean().item()
 
@@ -202,12 +210,8 @@ def train(args, algo):
         while run.env_steps < args.total_timesteps:
             run.save_snapshots(actor_weights(model))
             clock = [time.monotonic()]
-            try:
-                model.learn(run.batch_size, reset_num_timesteps=False)
-            except ValueError as error:  # its distributions check their parameters
-                raise common.RunError(f"Stable-Baselines3: {common.first_line(error)}", repeats=True) from None
+            row = learn(model, run.batch_size)
             clock += [model.update_began, time.monotonic()]
-            row = metrics_row(model)
             returns = model.get_env().env_method("get_episode_rewards")
             run.episodes.count = [n + len(of_one) for n, of_one in zip(earlier_episodes, returns, strict=True)]
             run.episodes.recent = [(episode["r"], episode["l"]) for episode in model.ep_info_buffer]
@@ -219,6 +223,23 @@ def train(args, algo):
         run.save_checkpoint(learner(model), now=True)
         run.finish(workers, actor_weights(model))
     return run.path
+
+
+def learn(model, steps):
+    """A rollout and its update: the row of metrics.csv. Raises RunError where either fails in any way."""
+    try:
+        model.learn(steps, reset_num_timesteps=False)
+    except common.RunError:
+        raise
+    except Exception as error:
+        if str(error).startswith("Expected parameter"):  # torch's, of logits, a mean or a sigma
+            raise common.RunError("the policy's distribution is out of float32's range", repeats=True) from None
+        raise common.RunError(f"Stable-Baselines3 raised {type(error).__name__}: {common.first_line(error)}") from error
+    row = metrics_row(model)
+    for name, value in row.items():
+        if value is not None and math.isinf(value):
+            raise common.RunError(f"{name} is {value} after this update", repeats=True)
+    return row
 
 
 def metrics_row(model):
