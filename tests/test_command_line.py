@@ -6,6 +6,9 @@ import itertools
 import math
 import multiprocessing.forkserver
 import os
+import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from torch.distributions import Categorical, kl_divergence
 
 import common
 import ppo
-from tests.helpers import children, refused
+from tests.helpers import ROOT, children, refused
 
 # fmt: off
 # Words that train, for each flag: a run given nothing else ends with code 0.
@@ -61,7 +64,7 @@ BAD = {
     "--hidden": [*BAD_NUMBERS, "0", "9" * 35],
     "--activation": ["", "gelu", "Tanh"],
     "--run-name": ["", ".", "..", "a/b", "/", "/etc", "../x", "\0", "a\0b", "a\nb", "r" * 300, "\ud800", "學" * 86],
-    "--runs-dir": ["\0", "/proc/x", "/dev/null", "x" * 300, "\ud800", "/dev/null/a"],
+    "--runs-dir": ["\0", "/proc/x", "/dev/null", "x" * 300, "\ud800", "\udcff", "/dev/null/a"],
     "--env-id": [
         "", " ", ":", "CartPole", "CartPole-v9", "cartpole-v1", "..:x", ".x:y", "a:b:c", "x:CartPole-v1", "\0", "\0:x",
         "%s", "🚀", "CartPole-v1\n", "tests.envs:", "tests.envs:OddActions-v0", "/etc/passwd", "-v1", "x" * 5000,
@@ -168,14 +171,14 @@ def short_evaluations():
 SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@settings(SEARCH, max_examples=15)
+@settings(SEARCH, max_examples=12)
 @given(command_lines())
 def test_any_command_line(drawn):
     check(*drawn)
 
 
 @pytest.mark.slow
-@settings(SEARCH, max_examples=150)
+@settings(SEARCH, max_examples=120)
 @given(command_lines())
 def test_any_of_many_command_lines(drawn):
     check(*drawn)
@@ -226,3 +229,17 @@ def test_an_environment_whose_module_cannot_be_imported(tmp_path, monkeypatch):
     assert code == 2 and lines == [
         "ppo.py: error: Br-v0 cannot be made: ModuleNotFoundError: No module named 'nowhere'"
     ]
+
+
+def test_a_reader_that_has_gone():
+    result = subprocess.run(
+        f"{shlex.quote(sys.executable)} ppo.py --help | true", shell=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.stderr == ""
+
+
+def test_closed_streams(tmp_path):
+    words = [f"{flag}={word}" for flag, word in (SMALL | {"--runs-dir": tmp_path}).items()]
+    line = shlex.join([sys.executable, "ppo.py", *words, "--no-compile"])
+    assert subprocess.run(f"{line} <&- >&- 2>&-", shell=True, cwd=ROOT, timeout=60).returncode == 0
+    assert (tmp_path / "r" / "result.json").exists()
