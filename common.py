@@ -1438,6 +1438,7 @@ class Run:
     def _open(self):
         """Make the folder, or take up what is there. Writes nothing where it refuses."""
         path, args = self.path, self.args
+        str(path).encode()  # as TensorBoard will have to: a ValueError where it is not Unicode
         if args.overwrite and path.is_symlink():
             raise UsageError(f"--overwrite: {path} is a symbolic link; give --runs-dir and --run-name of what it means")
         if path.exists() and not (path / "config.json").exists() and any(path.iterdir()):
@@ -1841,10 +1842,16 @@ def command_line():
 def run_script(name, script):
     """Run a script's main function: errors of use and of runs take one line. Returns the exit code."""
     signal.signal(signal.SIGTERM, _terminated)
+    for stream_name in ("stdout", "stderr"):
+        if getattr(sys, stream_name) is None:  # the shell has closed it
+            setattr(sys, stream_name, open(os.devnull, "w"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: a path may hold what it cannot encode
     try:
-        script()
+        try:
+            script()
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone is answered
     except UsageError as error:
         print(f"{name}: error: {one_line(error)}", file=sys.stderr)
         return 2

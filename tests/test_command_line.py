@@ -6,9 +6,13 @@ import itertools
 import math
 import multiprocessing.forkserver
 import os
+import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +21,7 @@ from torch.distributions import Categorical, kl_divergence
 
 import common
 import ppo
-from tests.helpers import FUZZ, WorkersHere, children, refused
+from tests.helpers import FUZZ, ROOT, WorkersHere, children, refused
 
 # fmt: off
 # Words that train, for each flag: a run given nothing else ends with code 0.
@@ -63,7 +67,7 @@ BAD = {
     "--kl-beta": [*BAD_NUMBERS, "1"],
     "--std": ["", "log"],
     "--run-name": ["", ".", "..", "a/b", "/", "/etc", "../x", "\0", "a\0b", "a\nb", "r" * 300, "\ud800", "學" * 86],
-    "--runs-dir": ["\0", "/proc/x", "/dev/null", "x" * 300, "\ud800", "/dev/null/a"],
+    "--runs-dir": ["\0", "/proc/x", "/dev/null", "x" * 300, "\ud800", "\udcff", "/dev/null/a"],
     "--env-id": [
         "", " ", ":", "CartPole", "CartPole-v9", "cartpole-v1", "..:x", ".x:y", "a:b:c", "x:CartPole-v1", "\0", "\0:x",
         "%s", "🚀", "CartPole-v1\n", "tests.envs:", "tests.envs:OddActions-v0", "/etc/passwd", "-v1", "x" * 5000,
@@ -223,6 +227,18 @@ def test_an_environment_whose_module_cannot_be_imported(tmp_path, monkeypatch):
         "ppo.py: error: there is no environment 'broken_module:Br-v0': division by zero; did you mean Br-v0?"
     ]
     code, lines = refused("--env-id", "Br-v0", "--continuous")
+    gymnasium.registry.pop("Br-v0")
     assert code == 2 and lines == [
         "ppo.py: error: Br-v0 cannot be made: ModuleNotFoundError: No module named 'nowhere'"
     ]
+
+
+def test_closed_streams_and_a_reader_that_has_gone(tmp_path):
+    words = [f"{flag}={word}" for flag, word in (SMALL | {"--runs-dir": tmp_path}).items()]
+    line = shlex.join([sys.executable, "ppo.py", *words, "--no-compile"])
+    assert subprocess.run(f"{line} <&- >&- 2>&-", shell=True, cwd=ROOT, timeout=60).returncode == 0
+    assert (tmp_path / "r" / "result.json").exists()
+    again = subprocess.run(
+        f"env -u PYTHONUNBUFFERED {line} | true", shell=True, cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert again.stderr == ""
