@@ -233,6 +233,7 @@ def test_an_environment_whose_module_cannot_be_imported(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_closed_streams_and_a_reader_that_has_gone(tmp_path):
     words = [f"{flag}={word}" for flag, word in (SMALL | {"--runs-dir": tmp_path}).items()]
     line = shlex.join([sys.executable, "ppo.py", *words, "--no-compile"])

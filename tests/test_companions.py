@@ -274,9 +274,10 @@ def test_no_point_is_invented(runs):
         ("Pendulum-v1", "--norm-obs", "continuous", {}),
         ("tests.envs:Any-v0", "--env-kwargs action=multidiscrete", "discrete", {}),
         ("tests.envs:Walk-v0", "--eval-every 0", "discrete", {"ours-and-sb3": "no evaluations"}),
-        (  # no training episode ends, and no policy moves
+        pytest.param(  # no training episode ends, and no policy moves
             *("tests.envs:Any-v0", "--env-kwargs limit=200 --learning-rate 1e-30", "discrete"),
             {"kl-estimators": "no finished run's policies at 50 and 100 % differ"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -384,7 +385,7 @@ def test_settings_are_compared(tmp_path, capsys):
     assert [path.name for path in tmp_path.rglob("*.png")] == ["settings-discrete.png"]
 
 
-@pytest.mark.parametrize("progression", [False, True])
+@pytest.mark.parametrize("progression", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_film(runs, tmp_path, progression):
     run, film = runs / "ppo_LunarLander-v3_s0", tmp_path / "film.mp4"
     before = fingerprint(run)
@@ -416,6 +417,7 @@ def test_a_place_that_cannot_be_written_is_one_line(runs, tmp_path, name, out):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_gif_is_small(runs, tmp_path):
     result = script("record.py", runs / "ppo_LunarLander-v3_s0", "--progression", "--out", tmp_path / "film.gif")
     assert result.returncode == 0, result.stderr
