@@ -399,10 +399,8 @@ def train(args):
                 rng = common.stream("minibatches", args.seed, run.update)
                 epochs = []
                 for _ in range(args.update_epochs):
-                    calls = minibatches(rng, batch_size, args.minibatch_size)
-                    stats = [
-                        minibatch_steps(*learner.values(), idx, *batch) for idx in calls
-                    ]  # moves theta, hence nets
+                    calls = minibatches(rng, batch_size, args.minibatch_size)  # each moves theta, hence the nets
+                    stats = [minibatch_steps(*learner.values(), idx, *batch) for idx in calls]
                     epochs.append(torch.cat(stats).double())
                     if args.target_kl and epochs[-1][:, STATS.index("approx_kl")].mean() > args.target_kl:
                         break
