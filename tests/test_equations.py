@@ -287,7 +287,8 @@ def test_minibatches_hold_every_sample_once(batch_size, size):
     assert sizes == [size] * (batch_size // size) + [batch_size % size] * (batch_size % size > 0)
 
 
-@pytest.mark.parametrize("config", [CATEGORICAL, pytest.param(GAUSSIAN, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the C++ compiler takes half a minute the first time
+@pytest.mark.parametrize("config", [CATEGORICAL, GAUSSIAN])
 def test_compiled_equals_uncompiled(config):
     """Also for a left-over minibatch of one sample, which trains without a NaN."""
 
