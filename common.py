@@ -1746,10 +1746,11 @@ def verdict(found, deterministic_return):
             "contribute, lower the learning rate or the epochs"
         )
     explained = found["explained_variance_end"]
-    if explained is not None and round(explained, 2) < 0:
+    if explained is not None and explained < 0.005:
         said.append(
-            f"explained variance {explained:.2f} over the last tenth of the run: the critic is worse than a constant "
-            "(advantages are noise), unless the returns hardly vary any more"
+            f"explained variance {explained:z.2f} over the last tenth of the run: the critic is no better than a "
+            "constant (large returns may saturate its tanh units for good: try --norm-reward), unless the returns "
+            "hardly vary any more"
         )
     sampled, std = found["train_return_last"], found["action_std_last"]
     if std is not None and sampled is not None and std > 0.7 * found["action_std_first"]:

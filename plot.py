@@ -522,7 +522,7 @@ def span(values, digits):
     values = [value for value in values if value is not None and value == value]
     if not values:
         return ""
-    low, high = f"{min(values):,.{digits}f}", f"{max(values):,.{digits}f}"
+    low, high = f"{min(values):z,.{digits}f}", f"{max(values):z,.{digits}f}"
     return low if low == high else f"{low} to {high}"
 
 

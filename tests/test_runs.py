@@ -273,7 +273,8 @@ def test_verdict_names_what_is_unhealthy():
     assert common.verdict(healthy, 260).startswith("healthy")
     assert "KL spike" in common.verdict(healthy | {"approx_kl_max": 0.5}, 260)
     assert "clip fraction above 0.3 in 20%" in common.verdict(healthy | {"clip_frac_above_0.3": 0.2}, 260)
-    assert "worse than a constant" in common.verdict(healthy | {"explained_variance_end": -0.4}, 260)
+    for explained in -0.4, -1.7e-8:  # worse than a constant; a constant
+        assert "no better than a constant" in common.verdict(healthy | {"explained_variance_end": explained}, 260)
     sigma = {"action_std_first": 1.0, "action_std_last": 0.9}
     assert "understates" in common.verdict(healthy | sigma, 260)
     assert common.verdict(healthy | sigma, 151).startswith("healthy")
