@@ -655,26 +655,40 @@ def random_return(config):
     return total / len(common.FINAL_SEEDS)
 
 
-def settings_table(by_setting, stochastic, title):
-    """The Markdown table's lines, a row for each setting; beside the paper's scores where they are all of its table."""
-    found = {label: measures(runs, stochastic) for label, runs in by_setting.items()}
-    papers = set(found) <= PAPERS.keys()
-    head = [title, *("paper", "score") * papers, "final policy", "sampled actions"]
-    digits = {"exact_kl": 4, "clip_frac": 3, "explained_variance": 2, "entropy": 2}
-    yield f"| {' | '.join([*head, 'exact KL', 'clip fraction', 'explained variance', 'entropy, nats', 'seeds'])} |"
-    yield "|" + "---|" * (len(head) + 5)
-    if papers:
+def papers_table(compared, stochastic):
+    """The Markdown table's lines: the paper's table 1 beside ours, on its scale, where 0 is random and 1 the best."""
+    columns = []
+    for by_setting in compared.values():
+        returns = {label: measures(runs, stochastic)["training"] for label, runs in by_setting.items()}
         zero = random_return(next(iter(by_setting.values()))[0].config)
-        best = max(np.mean(measured["training"]) for measured in found.values() if measured["training"])
-    for label, measured in found.items():
-        cells = [f"`{label}`" if label != "default" else label]
-        if papers:
-            scores = (np.array(measured["training"]) - zero) / (best - zero)
-            cells += [f"{PAPERS[label]:.2f}", summary(scores, 2)]
-        cells += [summary(measured["deterministic"]), summary(measured["sampled"])]
-        cells += [span(measured[name], n) for name, n in digits.items()]
-        yield f"| {' | '.join(cells)} | {len(measured['deterministic'])} |"
+        best = max(np.mean(values) for values in returns.values() if values)
+        scores = {label: (np.array(x) - zero) / (best - zero) for label, x in returns.items() if best > zero}
+        columns.append({label: summary(values, 2) for label, values in scores.items()})
+    spaces = (f"{env_id}, {SPACES[continuous]} actions" for env_id, continuous in compared)
+    yield f"| score of the last 100 training episodes | the paper, seven tasks | {' | '.join(spaces)} |"
+    yield "|" + "---|" * (len(columns) + 2)
+    for label in dict.fromkeys(label for by_setting in compared.values() for label in by_setting):
+        cells = [named(label), f"{PAPERS[label]:.2f}", *(column.get(label, "") for column in columns)]
+        yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def settings_table(by_setting, stochastic, title):
+    """The Markdown table's lines, a row for each setting."""
+    digits = {"exact_kl": 4, "clip_frac": 3, "explained_variance": 2, "entropy": 2}
+    head = (title, "final policy", "sampled actions", "exact KL", "clip fraction", "explained variance")
+    yield f"| {' | '.join([*head, 'entropy, nats', 'seeds'])} |"
+    yield "|" + "---|" * (len(head) + 2)
+    for label, runs in by_setting.items():
+        found = measures(runs, stochastic)
+        cells = [named(label), summary(found["deterministic"]), summary(found["sampled"])]
+        cells += [span(found[name], n) for name, n in digits.items()]
+        yield f"| {' | '.join(cells)} | {len(found['deterministic'])} |"
+    yield ""
+
+
+def named(label):
+    return "default" if label == "default" else f"`{label}`"
 
 
 def footnote(groups):
@@ -755,6 +769,8 @@ def parse_args(argv=None):
 def tables(groups, stochastic):
     """The lines of the table that these runs call for."""
     env_ids, compared = {env_id for env_id, *_ in groups}, studies(groups)
+    if compared and set().union(*compared.values()) <= PAPERS.keys():
+        yield from papers_table(compared, stochastic)
     for (env_id, continuous), by_setting in compared.items():
         yield from settings_table(by_setting, stochastic, f"{env_id}, {SPACES[continuous]} actions")
     if not compared:
