@@ -51,6 +51,10 @@ class UsageError(Exception):
     """Input that cannot be used: one line on standard error, exit code 2."""
 
 
+class NotInstalledError(UsageError):
+    """An environment's own package is not installed."""
+
+
 class RunError(Exception):
     """A fault while a run was going: one line on standard error, exit code 1; the checkpoint is intact.
 
@@ -411,8 +415,8 @@ def _make(spec, kwargs):
         return gym.make(spec, **kwargs)
     except gym.error.DependencyNotInstalled as error:
         if "box2d" in str(error).lower():
-            raise UsageError(f"{spec.id} needs Box2D: pip install 'gymnasium[box2d]'") from None
-        raise UsageError(f"{spec.id}: {error}") from None
+            raise NotInstalledError(f"{spec.id} needs Box2D: pip install 'gymnasium[box2d]'") from None
+        raise NotInstalledError(f"{spec.id}: {error}") from None
     except Exception as error:
         raise UsageError(f"{spec.id} cannot be made: {type(error).__name__}: {first_line(error)}") from None
 
@@ -997,7 +1001,8 @@ def check_module(env_id, path):
 def load_policy(path):
     """Read best.pt, final.pt or a snapshot: (actor, config), on the CPU, running no code from the file.
 
-    Raises UsageError that names the file where it is missing, is not a policy, or does not fit its environment.
+    Raises UsageError that names the file where it is missing, is not a policy, or does not fit its environment;
+    NotInstalledError where that environment's package is not installed.
     """
     try:
         saved = load_tensors(path)
@@ -1018,7 +1023,7 @@ def load_policy(path):
     try:
         needed = policy_config(config["env_id"], config["continuous"], config["env_kwargs"])
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
     for key in ("actor", "obs_dim", "act_dim"):
         if config[key] != needed[key]:
             raise UsageError(f"{path} does not fit {config['env_id']}: {key} is {config[key]}, not {needed[key]}")

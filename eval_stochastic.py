@@ -63,13 +63,28 @@ def compare(name, actor, config, seeds, episodes):
     return row | at_the_start(actor, config, seeds)
 
 
-def evaluate_runs(runs, seeds, num_workers):
-    """The rows of the runs {name: folder}, in their order. No episode is played before every policy is loaded."""
-    policies = {name: common.load_runs_policy(folder, "final.pt") for name, folder in runs.items()}
+def load_policies(runs):
+    """({name: (actor, config)} of the runs {name: folder}, [why a run's environment is not there]).
+
+    Raises UsageError for a policy that cannot be used, and where no run's environment is installed.
+    """
+    policies, passed_over = {}, []
+    for name, folder in runs.items():
+        try:
+            policies[name] = common.load_runs_policy(folder, "final.pt")
+        except common.NotInstalledError as error:
+            passed_over.append(str(error))
+    if not policies:
+        raise common.UsageError(passed_over[0])
+    return policies, passed_over
+
+
+def evaluate_runs(runs, policies, seeds, num_workers):
+    """The rows of the policies, {name: (actor, config)}, in their order. runs: {name: folder}."""
     tasks, rows = {}, {}
     for name, (_, config) in policies.items():
         tasks.setdefault(str(config), []).append(name)
-    with tqdm(total=len(runs), unit=" runs", disable=not sys.stderr.isatty(), leave=False) as progress:
+    with tqdm(total=len(policies), unit=" runs", disable=not sys.stderr.isatty(), leave=False) as progress:
         for names in tasks.values():  # those with one config share their workers
             with common.Workers(num_workers, policies[names[0]][1], 0, num_workers) as workers:
                 for name in names:
@@ -80,7 +95,7 @@ def evaluate_runs(runs, seeds, num_workers):
                             episodes[way] = common.evaluate_with(workers, weights, seeds, way == "deterministic")
                     rows[name] = compare(name, actor, config, seeds, episodes)
                     progress.update()
-    return [rows[name] for name in runs]
+    return [rows[name] for name in policies]
 
 
 def table(rows):
@@ -141,12 +156,17 @@ def run(args):
         raise common.UsageError(f"there is no finished run at or below {root}")
     common.check_writable(root / CSV_NAME)
     seeds = [common.FINAL_SEEDS[0] + i for i in range(args.episodes)]
-    rows = evaluate_runs(finished, seeds, args.workers or common.available_cores())
+    policies, passed_over = load_policies(finished)
+    rows = evaluate_runs(finished, policies, seeds, args.workers or common.available_cores())
     common.write_atomically(root / CSV_NAME, common.csv_text(FIELDS, rows).encode())
     print("\n".join(table(rows)))
     print(f"written to {root / CSV_NAME}")
-    for folder in (folder for name, folder in runs.items() if name not in finished):
-        print(f"{folder} has no final policy yet", file=sys.stderr)
+    for why in passed_over:
+        print(f"passed over: {why}", file=sys.stderr)
+    without = [folder for name, folder in runs.items() if name not in finished]
+    if without:
+        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        print(f"passed over: no final policy in {without[0]}{more}", file=sys.stderr)
 
 
 def main(argv=None):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import imageio.v2 as imageio
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def runs(tmp_path_factory):
 def test_both_ways_of_every_run_and_again_the_same(runs):
     first = script("eval_stochastic.py", runs)
     assert first.returncode == 0, first.stderr
-    assert "stopped has no final policy yet" in first.stderr
+    assert f"passed over: no final policy in {runs / 'stopped'}\n" in first.stderr
     rows = common.read_csv(runs / eval_stochastic.CSV_NAME)
     assert [row["run"] for row in rows] == [
         "ppo_LunarLander-v3-continuous_s0", "ppo_LunarLander-v3_s0", "ppo_LunarLander-v3_s1",
@@ -360,6 +361,28 @@ def test_several_environments_are_a_row_each(two_tasks, tmp_path, capsys):
     head, _, cartpole, pendulum = rows(tmp_path)
     assert head[0].endswith("return on 100 held-out episodes")
     assert cartpole[2:4] == pendulum[2:4] == ["18.0 ± 0.0 [18.0, 18.0]", "22.0 ± 0.0 [22.0, 22.0]"]
+
+
+def test_an_environment_that_is_not_installed_is_passed_over(runs, tmp_path, monkeypatch):
+    """But where none is, that is the error."""
+    for name in ("ppo_LunarLander-v3_s0", "ppo_LunarLander-v3-continuous_s0"):
+        shutil.copytree(runs / name, tmp_path / name)
+    make, missing = gym.make, "MuJoCo is not installed, run `pip install mujoco`"
+
+    def evaluate_without(is_missing):
+        def make_or_not(spec, **kwargs):
+            if is_missing(kwargs):
+                raise gym.error.DependencyNotInstalled(missing)
+            return make(spec, **kwargs)
+
+        monkeypatch.setattr(gym, "make", make_or_not)
+        return script("eval_stochastic.py", tmp_path, "--episodes", 1, "--workers", 1)
+
+    neither = evaluate_without(lambda kwargs: True)
+    assert neither.returncode == 2 and missing in neither.stderr and not (tmp_path / eval_stochastic.CSV_NAME).exists()
+    one = evaluate_without(lambda kwargs: kwargs.get("continuous", False))
+    assert one.returncode == 0 and f"passed over: {tmp_path / 'ppo_LunarLander-v3-continuous_s0'}" in one.stderr
+    assert [row["run"] for row in common.read_csv(tmp_path / eval_stochastic.CSV_NAME)] == ["ppo_LunarLander-v3_s0"]
 
 
 def test_settings_are_compared(tmp_path, capsys):
