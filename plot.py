@@ -142,11 +142,15 @@ def studies(groups):
     return found if any(len(by_setting) > 1 for by_setting in found.values()) else {}
 
 
+def in_words(env_id, continuous):
+    return f"{env_id}, {SPACES[continuous]} actions"
+
+
 def tasks(groups):
     """{environment, and its action space where runs of both are there: (our runs, Stable-Baselines3's PPO's)}."""
     found, keys = {}, sorted({(env_id, continuous) for env_id, _, continuous in groups})
     for env_id, continuous in keys:
-        name = f"{env_id}, {SPACES[continuous]} actions" if (env_id, not continuous) in keys else env_id
+        name = in_words(env_id, continuous) if (env_id, not continuous) in keys else env_id
         found[name] = tuple(groups.get((env_id, kind, continuous), []) for kind in ("ppo", "sb3-ppo"))
     return found
 
@@ -291,7 +295,7 @@ def figure_against_sb3(groups, env_id):
             draw(axis, runs, "evals", "mean_return", COLOURS[kind], f"{NAMES[kind]}, {seeds(runs)}")
             every += runs
         frame(axis, every, "evals", "mean_return")
-        axis.set(title=f"{env_id}, {SPACES[continuous]} actions", xlabel="environment steps, millions")
+        axis.set(title=in_words(env_id, continuous), xlabel="environment steps, millions")
     legend_below(figure, axes[0])
     axes[0, 0].set_ylabel("return of the deterministic policy\non 10 held-out starts")
     return figure
@@ -661,14 +665,14 @@ def papers_table(compared, stochastic):
     for by_setting in compared.values():
         returns = {label: measures(runs, stochastic)["training"] for label, runs in by_setting.items()}
         zero = random_return(next(iter(by_setting.values()))[0].config)
-        best = max(np.mean(values) for values in returns.values() if values)
+        best = max((np.mean(values) for values in returns.values() if values), default=zero)  # no run has ended yet
         scores = {label: (np.array(x) - zero) / (best - zero) for label, x in returns.items() if best > zero}
         columns.append({label: summary(values, 2) for label, values in scores.items()})
-    spaces = (f"{env_id}, {SPACES[continuous]} actions" for env_id, continuous in compared)
-    yield f"| score of the last 100 training episodes | the paper, seven tasks | {' | '.join(spaces)} |"
+    ours = " | ".join(in_words(*key) for key in compared)
+    yield f"| score of the last 100 training episodes | the paper, seven tasks | {ours} |"
     yield "|" + "---|" * (len(columns) + 2)
     for label in dict.fromkeys(label for by_setting in compared.values() for label in by_setting):
-        cells = [named(label), f"{PAPERS[label]:.2f}", *(column.get(label, "") for column in columns)]
+        cells = [as_code(label), f"{PAPERS[label]:.2f}", *(column.get(label, "") for column in columns)]
         yield f"| {' | '.join(cells)} |"
     yield ""
 
@@ -681,13 +685,13 @@ def settings_table(by_setting, stochastic, title):
     yield "|" + "---|" * (len(head) + 2)
     for label, runs in by_setting.items():
         found = measures(runs, stochastic)
-        cells = [named(label), summary(found["deterministic"]), summary(found["sampled"])]
+        cells = [as_code(label), summary(found["deterministic"]), summary(found["sampled"])]
         cells += [span(found[name], n) for name, n in digits.items()]
         yield f"| {' | '.join(cells)} | {len(found['deterministic'])} |"
     yield ""
 
 
-def named(label):
+def as_code(label):
     return "default" if label == "default" else f"`{label}`"
 
 
@@ -771,8 +775,8 @@ def tables(groups, stochastic):
     env_ids, compared = {env_id for env_id, *_ in groups}, studies(groups)
     if compared and set().union(*compared.values()) <= PAPERS.keys():
         yield from papers_table(compared, stochastic)
-    for (env_id, continuous), by_setting in compared.items():
-        yield from settings_table(by_setting, stochastic, f"{env_id}, {SPACES[continuous]} actions")
+    for key, by_setting in compared.items():
+        yield from settings_table(by_setting, stochastic, in_words(*key))
     if not compared:
         several = len(env_ids) > 1
         yield from tasks_table(groups, stochastic) if several else results_table(groups, *env_ids, stochastic)
@@ -783,9 +787,8 @@ def all_figures(groups, stochastic):
     """Yields (name, figure, or why there is none): those that these runs call for."""
     env_ids, compared = {env_id for env_id, *_ in groups}, studies(groups)
     for (env_id, continuous), by_setting in compared.items():
-        title = f"{env_id}, {SPACES[continuous]} actions"
         name = "settings" + f"-{env_id}" * (len(env_ids) > 1) + f"-{SPACES[continuous]}"
-        yield name, figure_settings(by_setting, stochastic, title)
+        yield name, figure_settings(by_setting, stochastic, in_words(env_id, continuous))
     if not compared:
         if len(env_ids) > 1:
             yield "tasks", figure_tasks(groups)

@@ -364,9 +364,11 @@ def test_several_environments_are_a_row_each(two_tasks, tmp_path, capsys):
 
 
 def test_an_environment_that_is_not_installed_is_passed_over(runs, tmp_path, monkeypatch):
-    """But where none is, that is the error."""
+    """But where none is, that is the error. Runs without a policy take one line together."""
     for name in ("ppo_LunarLander-v3_s0", "ppo_LunarLander-v3-continuous_s0"):
         shutil.copytree(runs / name, tmp_path / name)
+    for name in "abc":
+        shutil.copytree(runs / "stopped", tmp_path / name)
     make, missing = gym.make, "MuJoCo is not installed, run `pip install mujoco`"
 
     def evaluate_without(is_missing):
@@ -382,6 +384,7 @@ def test_an_environment_that_is_not_installed_is_passed_over(runs, tmp_path, mon
     assert neither.returncode == 2 and missing in neither.stderr and not (tmp_path / eval_stochastic.CSV_NAME).exists()
     one = evaluate_without(lambda kwargs: kwargs.get("continuous", False))
     assert one.returncode == 0 and f"passed over: {tmp_path / 'ppo_LunarLander-v3-continuous_s0'}" in one.stderr
+    assert f"passed over: no final policy in {tmp_path / 'a'} and 2 more\n" in one.stderr
     assert [row["run"] for row in common.read_csv(tmp_path / eval_stochastic.CSV_NAME)] == ["ppo_LunarLander-v3_s0"]
 
 
@@ -416,6 +419,10 @@ def test_settings_are_compared(tmp_path, capsys):
         assert row[-1] == "2"
     assert plot.main([str(tmp_path), "--out", str(tmp_path / "figures")]) == 0
     assert [path.name for path in tmp_path.rglob("*.png")] == ["settings-discrete.png"]
+    for path in tmp_path.glob("*/result.json"):  # nothing has ended
+        path.unlink()
+    assert plot.main([str(tmp_path), "--table"]) == 0
+    assert "\n| default | 0.82 |  |\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("progression", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -466,14 +473,14 @@ def test_failures_are_filmed_first():
 
 
 @pytest.mark.parametrize(
-    ("folder", "marker"), [("reference", "results"), ("tasks", "tasks"), ("surrogate", "surrogates")]
+    ("folder", "marker", "parts"),
+    [("reference", "results", None), ("tasks", "tasks", None), ("surrogate", "surrogates", 1)],
 )
-def test_the_readme_shows_the_table_of_the_runs(folder, marker):
+def test_the_readme_shows_the_table_of_the_runs(folder, marker, parts):
+    """All that is printed, or its first table."""
     shown = (ROOT / "README.md").read_text().partition(f"<!-- {marker} -->\n")[2].partition(f"<!-- /{marker} -->")[0]
     printed = script("plot.py", ROOT / "runs" / folder, "--table")
-    assert printed.returncode == 0
-    whole, first_table = printed.stdout.strip(), printed.stdout.partition("\n\n")[0]
-    assert shown.strip() in (whole, first_table)
+    assert printed.returncode == 0 and shown.strip() == "\n\n".join(printed.stdout.split("\n\n")[:parts]).strip()
 
 
 def test_the_readmes_pictures_are_there():
